@@ -1,0 +1,31 @@
+"""ForwardBatch: the only input of a model for one step; no global steers a forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """The tokens of S sequences, flattened: chunks first, then decodes of one token.
+
+        sequence 0          sequence 1      ...    T = query_starts[S] tokens in all
+        [q_start0 ..)[q_start1 ..)
+
+    A sequence's context is its computed tokens and this step's: its queries are the last ones of it.
+    Device tensors are what kernels read; the tuples are the same numbers for torch code on the host.
+    """
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, index in prompt + output
+    # [T] int64: where each token's K and V go: block id * block_size + offset. Block 0 is scratch.
+    kv_indices: torch.Tensor
+    query_starts: torch.Tensor  # [S + 1] int32
+    context_lens: torch.Tensor  # [S] int32
+    block_tables: torch.Tensor  # [S, widest table] int32; entries past a context are never read
+    sample_rows: torch.Tensor  # [R] int64: the tokens whose logits are wanted
+    num_decodes: int  # the last so many sequences have one token each
+    query_lens: tuple[int, ...]
+    contexts: tuple[int, ...]

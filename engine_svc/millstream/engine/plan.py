@@ -1,0 +1,101 @@
+"""What one step does: decided by the scheduler, carried out by a runner. Both sides are frozen.
+
+A plan names sequences by *slot*, an index below max_num_seqs into state that the runner keeps (on
+the device): a slot's block-table row, its count of computed tokens, its last sampled token and its
+sampling parameters. Per-slot state is sent in full when a sequence takes the slot and as a diff
+afterwards, so a steady decode step carries nothing but the slots' numbers.
+
+With a runner that works one step ahead, plan N+1 is launched before the tokens of plan N are known
+on the host: a decode's input token is whatever the slot sampled last. Plans run in order on one
+stream, so a block or slot that plan N still touches may be given away by plan N+1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from millstream.engine.request import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotStart:
+    """A sequence takes a slot: first admission, or resumption after preemption."""
+
+    slot: int
+    sampling: Sampling
+    # Stop ids (EOS ids included unless ignored) must not be sampled at positions below this:
+    # prompt length + min_tokens. The position of a token is its index in prompt + output.
+    min_position: int
+    banned_token_ids: tuple[int, ...]  # those stop ids; empty when min_tokens is 0
+    num_computed_tokens: int  # found in the prefix cache; a multiple of the block size
+    block_ids: tuple[int, ...]  # the slot's block table so far: the cached blocks and new ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens whose ids the host knows: a piece of a prompt, or of a preempted sequence.
+
+    [0 ........ start)[start ........ start+len(token_ids))     positions in prompt + output
+      KV computed       computed by this step
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    samples: bool  # the chunk ends the known tokens, so the next token is sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One step. Everything is applied in the order of the fields."""
+
+    step: int
+    starts: tuple[SlotStart, ...] = ()
+    # (slot, block id): appended to the slot's block table; only of slots that started earlier.
+    block_appends: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    # Slots that advance by one token, which is the one that the slot sampled last.
+    decode_slots: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.decode_slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The tokens that a plan sampled: one for each chunk that samples, then one a decode slot."""
+
+    step: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerInfo:
+    """What a runner tells once it is loaded."""
+
+    vocab_size: int  # rows of the embedding
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int  # most tokens of prompt and output together
+    max_num_seqs: int  # slots
+    max_num_batched_tokens: int
+    block_size: int  # tokens a KV block
+    num_blocks: int  # usable blocks: ids 1..num_blocks; block 0 is the runner's scratch
+    max_in_flight: int = 1  # plans launched and not yet collected; 2 is one step ahead
+
+
+class Runner(Protocol):
+    """Carries plans out, in order. One thread only calls it."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def launch(self, plan: Plan) -> None:
+        """Starts a step; at most info.max_in_flight are launched and not collected."""
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest launched step."""
+
+    def close(self) -> None:
+        """Frees what the runner holds."""

@@ -1,0 +1,124 @@
+"""What the front end and the core process tell each other, as msgpack records; one frame each.
+
+Keys are `stream << 32 | handle`: unique in the engine, and a step's outputs group by stream with a
+shift. The core sends one StepRecord a step, whatever the number of streams.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.request import Request
+
+
+def make_key(stream: int, handle: int) -> int:
+    return stream << 32 | handle
+
+
+def stream_of(key: int) -> int:
+    return key >> 32
+
+
+def handle_of(key: int) -> int:
+    return key & 0xFFFFFFFF
+
+
+class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    pass
+
+
+# ---- front end -> core
+
+
+class Submit(_Record, frozen=True):
+    """New requests, in order."""
+
+    requests: list[Request]
+
+
+class Finish(_Record, frozen=True):
+    """Requests to end now, as CANCELLED, DEADLINE or SHUTDOWN; unknown keys are ignored."""
+
+    keys: list[int]
+    reason: int
+
+
+class AskStats(_Record, frozen=True):
+    """The core answers with a StatsRecord."""
+
+    token: int
+
+
+ToCore = Submit | Finish | AskStats
+
+# ---- core -> front end
+
+
+class Loaded(_Record, frozen=True):
+    """The model is loaded; requests may come."""
+
+    info: RunnerInfo
+    model: str
+
+
+class LoadFailed(_Record, frozen=True):
+    """The model cannot be loaded; `message` is one clear line."""
+
+    message: str
+
+
+class FinishedRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A request ended. Its last tokens are in the same StepRecord, or came before."""
+
+    key: int
+    reason: int
+    stop_token_id: int | None
+    message: str  # what went wrong, for ERROR
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_s: float
+    prefill_s: float
+    first_token_s: float
+    decode_s: float
+    preemptions: int
+
+
+class StepRecord(_Record, frozen=True):
+    """What one step produced, as parallel arrays; without tokens for what ended between steps."""
+
+    step: int
+    keys: list[int]
+    token_ids: list[int]
+    finished: list[FinishedRecord]
+
+
+class Stats(msgspec.Struct, array_like=True, frozen=True):
+    """Gauges and counters of the scheduler."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    requests_finished: int = 0
+
+
+class StatsRecord(_Record, frozen=True):
+    token: int
+    stats: Stats
+
+
+class Fault(_Record, frozen=True):
+    """The core cannot go on; it exits after this."""
+
+    message: str
+
+
+FromCore = Loaded | LoadFailed | StepRecord | StatsRecord | Fault

@@ -1,0 +1,52 @@
+"""gRPC channel and server options, set as a pair, and the message limit that both sides share."""
+
+from __future__ import annotations
+
+# A prompt of a million ids is about 3 MB, a megabyte of text encodes in less: 64 MiB is far beyond
+# any context there is, and still a bound. Both services and the client default to it.
+DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_METADATA_BYTES = 64 * 1024
+
+Options = list[tuple[str, int | str]]
+
+
+def server_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Options:
+    return [
+        # Off, or a second server binds the same port and the two share its calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        # Clients may ping each 10 s, also without calls, and are never sent away for it.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A reader that stops is noticed after tens of messages instead of thousands.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 64 * 1024),
+    ]
+
+
+def channel_options(target: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Options:
+    options: Options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    if is_local(target):
+        options.append(("grpc.enable_http_proxy", 0))  # http_proxy would capture localhost
+    return options
+
+
+def is_local(target: str) -> bool:
+    """Whether a gRPC target is this machine's own: unix sockets and loopback addresses."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    address = target.rsplit("/", 1)[-1]
+    for scheme in ("ipv4:", "ipv6:", "dns:"):
+        address = address.removeprefix(scheme)
+    host = address.rsplit(":", 1)[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
