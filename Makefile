@@ -1,8 +1,10 @@
-# Where pip finds torch: TORCH_PIP_ARGS="--index-url URL" or "--find-links FOLDER"; empty: as pip is set up.
+# TORCH_PIP_ARGS: where pip finds torch, e.g. "--index-url URL" of a CPU index or "--find-links FOLDER"
+# of wheels; empty: wherever pip is set up to look.
 TORCH_PIP_ARGS ?=
 PYTHON ?= python3
 PROMPT ?= What is the capital of France?
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: setup demo test check proto bench clean
 
@@ -10,9 +12,9 @@ setup: .venv/.stamp
 
 .venv/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --upgrade pip
-	$(BIN)/python -m pip install -c constraints.txt $(TORCH_PIP_ARGS) torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[tokenizer,engine,dev]"
+	$(PIP) --upgrade pip
+	$(PIP) -c constraints.txt $(TORCH_PIP_ARGS) torch
+	$(PIP) -c constraints.txt -e ".[tokenizer,engine,dev]"
 	touch $@
 
 demo: setup
