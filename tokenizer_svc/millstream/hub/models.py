@@ -1,0 +1,128 @@
+"""From what a user names to a folder with config.json, weights and tokenizer files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from millstream.hub.errors import ModelNotFound
+from millstream.hub.progress import OnProgress
+
+# In the order in which a loader would look: the first group with a file in the folder is what the
+# tokenizer is made of.
+_TOKENIZER_FILES: tuple[tuple[str, ...], ...] = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+    ("spiece.model",),
+    ("sentencepiece.bpe.model",),
+    ("tekken.json",),
+)
+
+_WEIGHTS = "*.safetensors"
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+# Other formats of the same model: folders of their own, or a second copy beside the first.
+_UNWANTED = ("original/*", "onnx/*", "openvino/*", "coreml/*", "checkpoint*/*", "consolidated*")
+
+
+def resolve(
+    model: str | None, *, weights: bool = True, on_progress: OnProgress | None = None
+) -> Path:
+    """The folder of a model: None is the default model, an existing folder is itself, anything
+    else is a Hugging Face id, which is downloaded unless it is cached already.
+
+    weights=False skips an id's weight files, for who needs the tokenizer or the config alone.
+    on_progress hears of the default model's steps (default: shown on stderr); huggingface_hub
+    shows its own bars. Raises ModelNotFound. Blocks; may take minutes.
+    """
+    if model is None:
+        from millstream.hub.default_model import fetch_default
+
+        return fetch_default(on_progress)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _with_config(folder.resolve(), model)
+    if folder.is_file():
+        hint = "; `millstream import-gguf` converts GGUF files" if folder.suffix == ".gguf" else ""
+        raise ModelNotFound(f"{model!r} is a file, not a model folder{hint}")
+    if _looks_like_path(model):
+        raise ModelNotFound(f"no such folder: {model!r}")
+    return _with_config(_download(model, weights), model)
+
+
+def has_tokenizer(model_dir: Path) -> bool:
+    """Whether a model folder has a tokenizer's vocabulary."""
+    return bool(_tokenizer_files(model_dir))
+
+
+def fingerprint(model_dir: Path) -> str:
+    """sha256 (hex) of the tokenizer's files, equal for equal tokenizers; "" without a tokenizer."""
+    files = _tokenizer_files(model_dir)
+    if not files:
+        return ""
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _tokenizer_files(model_dir: Path) -> list[Path]:
+    for names in _TOKENIZER_FILES:
+        if files := [model_dir / name for name in names if (model_dir / name).is_file()]:
+            return files
+    return []
+
+
+def _with_config(folder: Path, model: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{model!r} is no model: {folder} has no config.json")
+    return folder
+
+
+def _looks_like_path(model: str) -> bool:
+    """An id is `name` or `owner/name`; anything more is a path that is not there."""
+    return not model or model[0] in "./~\\" or model.count("/") > 1 or model.endswith("/")
+
+
+def _download(repo_id: str, weights: bool) -> Path:
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import GatedRepoError, HFValidationError
+    except ImportError:
+        raise ModelNotFound(
+            f"no folder {repo_id!r}, and huggingface_hub, which would download it, is not installed"
+        ) from None
+    tried = f"no folder {repo_id!r}, and {constants.ENDPOINT} "
+    try:
+        folder = snapshot_download(
+            repo_id,
+            allow_patterns=[*_SMALL_FILES, *([_WEIGHTS] if weights else [])],
+            ignore_patterns=list(_UNWANTED),
+        )
+    except HFValidationError:
+        raise ModelNotFound(f"no folder {repo_id!r}, and no valid Hugging Face id") from None
+    except GatedRepoError:
+        why = "wants its terms accepted on the model's page and HF_TOKEN set"
+        raise ModelNotFound(tried + f"gates this model: it {why}") from None
+    except Exception as error:  # httpx's, OSError, ValueError: the library documents no one base
+        raise ModelNotFound(tried + _reason(error)) from error
+    path = Path(folder)
+    if weights and not any(path.glob(_WEIGHTS)):
+        raise ModelNotFound(f"{constants.ENDPOINT}'s {repo_id!r} has no safetensors weights")
+    return path
+
+
+def _reason(error: BaseException) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError):
+        return "has no such model, or it is private (HF_TOKEN opens it)"
+    if constants.HF_HUB_OFFLINE:
+        return "may not be asked (HF_HUB_OFFLINE is set); the local cache lacks the model"
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+    text = " ".join(str(cause or error).split()) or "no reason given"
+    return f"cannot be reached or failed: {type(cause or error).__name__}: {text[:200]}"
