@@ -1,0 +1,298 @@
+"""validation.py: each documented range and default, and each refusal names its field."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.request import Request
+from millstream.engine.validation import MAX_STOP_TOKEN_IDS, resolved_proto, to_request
+from millstream.rpc.errors import (
+    InvalidArgument,
+    MillstreamError,
+    NeverFits,
+    PromptTooLong,
+    Unsupported,
+)
+from millstream.rpc.sampling_params import SamplingParams, to_proto
+from millstream.v1 import engine_pb2
+
+INFO = RunnerInfo(
+    vocab_size=100,
+    eos_token_ids=(2, 7),
+    max_model_len=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    block_size=4,
+    num_blocks=32,
+)
+
+
+def request(
+    token_ids: list[int] | None = None,
+    info: RunnerInfo = INFO,
+    submission: dict[str, Any] | None = None,
+    **sampling: Any,
+) -> Request:
+    message = engine_pb2.Submission(
+        token_ids=[1, 2, 3] if token_ids is None else token_ids,
+        sampling=engine_pb2.SamplingParams(**sampling),
+        **(submission or {}),
+    )
+    return to_request(message, key=5, info=info, random_seed=99)
+
+
+def refused(kind: type[MillstreamError], field: str, **arguments: Any) -> str:
+    with pytest.raises(kind) as caught:
+        request(**arguments)
+    assert type(caught.value) is kind
+    assert caught.value.field == field
+    assert caught.value.message.startswith(field + ":")
+    return caught.value.message
+
+
+def test_row_2_unset_numbers_take_the_documented_defaults() -> None:
+    sampling = request().sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
+    assert (sampling.seed, sampling.min_tokens, sampling.ignore_eos) == (99, 0, False)
+    assert sampling.max_tokens == 61
+    assert request(temperature=0).sampling.greedy
+    assert request(temperature=0).sampling.top_p == 1
+    assert request(seed=0).sampling.seed == 0
+    assert request(seed=2**64 - 1).sampling.seed == 2**64 - 1
+
+
+def test_fields_are_carried_over() -> None:
+    got = request(
+        submission={"request_id": "r", "cache_salt": "s", "timeout_ms": 1},
+        stop_token_ids=[9, 5, 9],
+        ignore_eos=True,
+        min_tokens=2,
+        max_tokens=4,
+    )
+    assert (got.key, got.token_ids, got.request_id, got.cache_salt) == (5, [1, 2, 3], "r", "s")
+    assert got.sampling.stop_token_ids == (9, 5)
+    assert got.sampling.ignore_eos and got.sampling.min_tokens == 2
+
+
+def test_row_17_prompt_ids_outside_the_vocabulary() -> None:
+    assert request([99]).token_ids == [99]
+    for bad in (100, 2**31 - 1, 2**32 - 1):
+        message = refused(InvalidArgument, "token_ids", token_ids=[1, bad, 2])
+        assert f"not {bad}" in message and "index 1" in message and "0 to 99" in message
+
+
+def test_row_19_empty_prompt() -> None:
+    refused(InvalidArgument, "token_ids", token_ids=[])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ],
+)
+def test_row_18_nan_and_infinity(name: str, value: float) -> None:
+    message = refused(InvalidArgument, f"sampling.{name}", **{name: value})
+    assert f"not {value}" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("temperature", [0, 1e-46, 1e-8, 2], [-0.1, 2.0001]),
+        ("top_p", [1e-6, 0.9, 1], [0, -0.1, 1.0001]),
+        ("min_p", [0, 1], [-0.1, 1.0001]),
+        ("presence_penalty", [0], [-2.001, 2.001]),
+        ("frequency_penalty", [0], [-2.001, 2.001]),
+        ("repetition_penalty", [1], [0, -1]),
+        ("top_k", [-1, 0, 1, 100, 101, 2**30], [-2, -(2**31)]),
+        ("n", [1], [0]),
+        ("max_tokens", [1, 61, 2**32 - 1], [0]),
+    ],
+)
+def test_ranges(name: str, good: list[float], bad: list[float]) -> None:
+    for value in good:
+        request(**{name: value})
+    for value in bad:
+        refused(InvalidArgument, f"sampling.{name}", **{name: value})
+
+
+def test_values_are_shown_as_the_user_wrote_them() -> None:
+    """A float32 1.1 is 1.10000002384 as a double."""
+    assert refused(InvalidArgument, "sampling.top_p", top_p=1.1).endswith(
+        "a finite number above 0 to 1, not 1.1"
+    )
+
+
+def test_row_51_top_k_off() -> None:
+    for off in (-1, 0, 100, 101, 2**30):
+        assert request(top_k=off).sampling.top_k == 0
+    assert request(top_k=99).sampling.top_k == 99
+
+
+def test_row_61_max_tokens() -> None:
+    refused(InvalidArgument, "sampling.max_tokens", max_tokens=0)
+    assert request(max_tokens=1).sampling.max_tokens == 1
+    assert request(max_tokens=1000).sampling.max_tokens == 61
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        to_proto(SamplingParams(max_tokens=-1))
+
+
+def test_row_20_the_context_limit() -> None:
+    info = RunnerInfo(
+        vocab_size=100,
+        eos_token_ids=(),
+        max_model_len=16,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        block_size=4,
+        num_blocks=32,
+    )
+    for prompt_tokens, output_tokens in ((14, 2), (15, 1)):
+        got = request([1] * prompt_tokens, info, max_tokens=5)
+        assert got.sampling.max_tokens == output_tokens
+    for prompt_tokens in (16, 17):
+        message = refused(PromptTooLong, "token_ids", token_ids=[1] * prompt_tokens, info=info)
+        assert "16 tokens" in message
+
+
+def test_rows_5_and_6_what_never_fits_is_refused_at_once() -> None:
+    info = RunnerInfo(
+        vocab_size=100,
+        eos_token_ids=(),
+        max_model_len=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        block_size=4,
+        num_blocks=3,
+    )
+    assert request([1] * 10, info, max_tokens=3).sampling.max_tokens == 3  # exactly 12 slots
+    refused(NeverFits, "token_ids", token_ids=[1] * 10, info=info, max_tokens=4)
+    assert request([1] * 10, info).sampling.max_tokens == 3  # unset: up to what fits
+    assert request([1] * 12, info).sampling.max_tokens == 1
+    refused(NeverFits, "token_ids", token_ids=[1] * 13, info=info)
+
+
+def test_min_tokens() -> None:
+    refused(InvalidArgument, "sampling.min_tokens", min_tokens=5, max_tokens=4)
+    assert request(min_tokens=4, max_tokens=4).sampling.min_tokens == 4
+    assert request(min_tokens=1000, max_tokens=1000).sampling.min_tokens == 61  # clamped alike
+    assert request(min_tokens=1000).sampling.min_tokens == 61
+
+
+def test_row_63_stop_token_ids_outside_the_vocabulary() -> None:
+    refused(InvalidArgument, "sampling.stop_token_ids", stop_token_ids=[1, 100], min_tokens=1)
+    refused(InvalidArgument, "sampling.logit_bias", logit_bias={100: 5.0})
+    refused(InvalidArgument, "sampling.logit_bias", logit_bias={1: float("nan")})
+    refused(InvalidArgument, "sampling.allowed_token_ids", allowed_token_ids=[100])
+
+
+def test_stop_token_ids_that_leave_nothing_to_sample() -> None:
+    every = [token for token in range(100) if token not in INFO.eos_token_ids]
+    request(stop_token_ids=every)
+    request(stop_token_ids=every, min_tokens=1, ignore_eos=True)
+    refused(InvalidArgument, "sampling.stop_token_ids", stop_token_ids=every, min_tokens=1)
+
+
+def test_number_of_stop_token_ids_is_bounded() -> None:
+    info = RunnerInfo(
+        vocab_size=5000,
+        eos_token_ids=(),
+        max_model_len=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        block_size=4,
+        num_blocks=32,
+    )
+    request(info=info, stop_token_ids=range(MAX_STOP_TOKEN_IDS))
+    refused(
+        InvalidArgument,
+        "sampling.stop_token_ids",
+        info=info,
+        stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1),
+    )
+
+
+def test_timeout_and_priority() -> None:
+    refused(InvalidArgument, "timeout_ms", submission={"timeout_ms": 0})
+    refused(Unsupported, "priority", submission={"priority": 1})
+    request(submission={"priority": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -2),
+        ("repetition_penalty", 1.1),
+        ("n", 2),
+        ("stop", ["x"]),
+        ("include_stop", True),
+        ("skip_special_tokens", False),
+        ("logit_bias", {5: 1.0}),
+        ("allowed_token_ids", [1]),
+        ("bad_words", [engine_pb2.TokenSequence(token_ids=[1])]),
+        ("logprobs", 0),
+        ("prompt_logprobs", 0),
+        ("json_schema", "{}"),
+        ("json_object", True),
+        ("regex", "a"),
+        ("choice", engine_pb2.StringList(values=["a"])),
+        ("grammar", "root"),
+    ],
+)
+def test_what_the_engine_does_not_do_is_never_ignored(name: str, value: Any) -> None:
+    refused(Unsupported, f"sampling.{name}", **{name: value})
+
+
+def test_neutral_values_of_unsupported_fields_pass() -> None:
+    request(
+        presence_penalty=0,
+        frequency_penalty=0,
+        repetition_penalty=1,
+        n=1,
+        include_stop=False,
+        skip_special_tokens=True,
+        json_object=False,
+    )
+
+
+def test_bad_values_win_over_unsupported() -> None:
+    refused(InvalidArgument, "sampling.logprobs", logprobs=21)
+    refused(InvalidArgument, "sampling.stop", stop=["x", ""])  # row 14
+
+
+def test_resolved_proto_fills_everything_in_and_passes_again() -> None:
+    first = request(top_k=200, stop_token_ids=[3], min_tokens=1000)
+    echoed = resolved_proto(first)
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"):
+        assert echoed.HasField(name)
+    assert (echoed.seed, echoed.max_tokens, echoed.min_tokens, echoed.top_k) == (99, 61, 61, 0)
+    again = engine_pb2.Submission(token_ids=first.token_ids, sampling=echoed)
+    assert to_request(again, key=5, info=INFO, random_seed=1) == first
+
+
+def test_long_prompts_are_checked_quickly() -> None:
+    info = RunnerInfo(
+        vocab_size=200_000,
+        eos_token_ids=(),
+        max_model_len=2_000_000,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        block_size=16,
+        num_blocks=200_000,
+    )
+    message = engine_pb2.Submission(token_ids=range(150_000))
+    started = time.perf_counter()
+    to_request(message, key=1, info=info, random_seed=0)
+    assert time.perf_counter() - started < 0.25  # about 10 ms
