@@ -1,0 +1,76 @@
+"""EngineCore: the step loop, from submitted requests to their tokens, around one runner.
+
+It keeps as many plans launched as the runner takes: with two, the runner computes step N while
+step N+1 is scheduled and launched, and never waits for Python. The core process and the in-process
+LLM both use this class.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from millstream.engine.plan import Runner
+from millstream.engine.records import FinishedRecord, Stats, StepRecord
+from millstream.engine.request import FinishReason, Request
+from millstream.engine.scheduler import Scheduler
+
+
+class EngineCore:
+    """A scheduler and its runner. One thread only may use it."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        prefix_caching: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = runner.info
+        self.scheduler = Scheduler(runner.info, prefix_caching)
+        self._runner = runner
+        self._clock = clock
+        self._finished: list[FinishedRecord] = []  # between steps; told with the next one
+
+    def submit(self, request: Request) -> None:
+        """Takes a request. Exactly one FinishedRecord will come of it."""
+        finished = self.scheduler.add(request, self._clock())
+        if finished is not None:
+            self._finished.append(finished)
+
+    def finish(self, keys: Iterable[int], reason: FinishReason) -> None:
+        """Ends requests, of which the next step() tells; unknown and ended ones are ignored."""
+        now = self._clock()
+        for key in keys:
+            finished = self.scheduler.finish(key, reason, now)
+            if finished is not None:
+                self._finished.append(finished)
+
+    def step(self) -> StepRecord:
+        """Waits for the oldest step, with the next ones launched behind it. The record is empty
+        when the step sampled nothing, or when there was nothing to do."""
+        scheduler, runner = self.scheduler, self._runner
+        while scheduler.num_launched < self.info.max_in_flight:
+            plan = scheduler.schedule(self._clock())
+            if plan is None:
+                break
+            runner.launch(plan)
+        earlier, self._finished = self._finished, []
+        if not scheduler.num_launched:
+            assert not scheduler.has_work, "sequences are left and none can be computed"
+            return StepRecord(scheduler.stats().steps, [], [], earlier)
+        record = scheduler.apply(runner.collect(), self._clock())
+        record.finished[:0] = earlier
+        return record
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has something to do or to tell."""
+        return self.scheduler.has_work or bool(self._finished)
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        """Frees what the runner holds. Nothing may be called afterwards."""
+        self._runner.close()

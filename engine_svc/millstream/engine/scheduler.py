@@ -1,0 +1,353 @@
+"""Scheduler: decides what each step computes, and says what became of it.
+
+One notion, computed tokens catching up with known ones, covers everything: a prompt is caught up
+with in chunks, a preempted sequence (prompt and output) likewise, a decode is behind by one. A step
+gives every decoding sequence its token first, and what is left of the token budget to chunks:
+
+    waiting -----admit-----> prefilling (one at most) ------> decoding -----> draining / finished
+       ^                            |                            |
+       '------- preempt: the last admitted first, to the front --'
+
+Requests are served in order of arrival. Blocks for all known tokens are taken at admission, one
+more whenever a decode fills its last; when there is none, the last admitted sequence gives up its
+blocks and computes again later. The first admitted one so always gets on, and it fits by itself.
+
+With a runner that works one step ahead, schedule() is called while the tokens of the last plan are
+pending. Lengths are known without them: nothing is launched past the last token, and a sequence
+gives up its slot and blocks as soon as that one is launched. A stop id is seen one step late, and
+the surplus token is dropped.
+
+Pure: no clock, no threads, no I/O. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from millstream.engine.block_pool import BlockPool
+from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult
+from millstream.engine.records import FinishedRecord, Stats, StepRecord
+from millstream.engine.request import FinishReason, Request
+from millstream.engine.sequence import Sequence, Status, blocks_needed
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A plan whose result is not there yet."""
+
+    step: int
+    rows: list[Sequence]  # whose token each entry of the result is
+    num_chunk_rows: int  # the first so many sample at the end of a chunk
+
+
+class Scheduler:
+    """Owns every sequence and the block pool. Times are seconds of one monotonic clock."""
+
+    def __init__(self, info: RunnerInfo, prefix_caching: bool) -> None:
+        self.info = info
+        self._pool = BlockPool(info.num_blocks, info.block_size, prefix_caching)
+        self._sequences: dict[int, Sequence] = {}  # by key, until they finish
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._prefilling: Sequence | None = None  # always the last admitted
+        # In order of admission. Replaced, never changed in place: plans in flight refer to it.
+        self._decoding: list[Sequence] = []
+        self._decode_slots: tuple[int, ...] = ()
+        self._decoding_left = False  # some of _decoding are no longer running
+        # No more sequences than tokens in a step, so that decodes and a chunk always fit in one.
+        self._max_running = min(info.max_num_seqs, info.max_num_batched_tokens)
+        self._free_slots = list(range(self._max_running - 1, -1, -1))
+        # Kept free at admission, so that a newcomer is not preempted at once.
+        self._spare_blocks = info.num_blocks // 100
+        self._launched: deque[_Launched] = deque()
+        self._step = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+        self._num_preemptions = 0
+        self._requests_finished = 0
+
+    # ---- requests come and go
+
+    def add(self, request: Request, now: float) -> FinishedRecord | None:
+        """Queues a request. One that can never fit, which validation refuses, ends here at once."""
+        assert request.key not in self._sequences, "the front end reused a live key"
+        sequence = Sequence.create(request, self.info, now)
+        self._sequences[request.key] = sequence
+        self._waiting[request.key] = sequence
+        problem = self._never_fits(sequence)
+        return self._end(sequence, FinishReason.ERROR, now, message=problem) if problem else None
+
+    def finish(self, key: int, reason: FinishReason, now: float) -> FinishedRecord | None:
+        """Ends a request in whatever state; None if there is none (any more). No token of it comes
+        out afterwards."""
+        sequence = self._sequences.get(key)
+        return None if sequence is None else self._end(sequence, reason, now)
+
+    def _never_fits(self, sequence: Sequence) -> str:
+        info, prompt_len = self.info, sequence.prompt_len
+        if not 0 < prompt_len < sequence.max_len:
+            return f"no room for a token after {prompt_len} of at most {info.max_model_len}"
+        needed = blocks_needed(info, prompt_len, sequence.max_len - prompt_len)
+        if needed > info.num_blocks:
+            return f"needs {needed} KV blocks and there are {info.num_blocks}"
+        return ""
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        message: str = "",
+    ) -> FinishedRecord:
+        if sequence.status is Status.WAITING:
+            del self._waiting[sequence.key]
+        elif sequence.status is Status.RUNNING:
+            self._release(sequence)
+        sequence.status = Status.FINISHED
+        del self._sequences[sequence.key]
+        self._requests_finished += 1
+        return sequence.finished_record(reason, now, stop_token_id, message)
+
+    # ---- a step is decided
+
+    def schedule(self, now: float) -> Plan | None:
+        """The next step, which must be launched; None if nothing can be computed now."""
+        self._refresh_decoding()
+        block_appends = self._extend_decodes()
+        self._refresh_decoding()
+        decoding, decode_slots = self._decoding, self._decode_slots
+        for sequence in decoding:
+            sequence.num_computed_tokens += 1
+        starts: list[SlotStart] = []
+        chunks: list[Chunk] = []
+        sampled: list[Sequence] = []
+        budget = self.info.max_num_batched_tokens - len(decoding)
+        while budget > 0 and (next_up := self._prefilling or self._admit(starts, now)):
+            chunk = self._next_chunk(next_up, budget)
+            chunks.append(chunk)
+            budget -= len(chunk.token_ids)
+            self._prefilling = None if chunk.samples else next_up
+            if chunk.samples:
+                sampled.append(next_up)
+        if not decoding and not chunks:
+            return None
+        if sampled:
+            self._decoding = [*decoding, *sampled]
+            self._decode_slots = (*decode_slots, *(sequence.slot for sequence in sampled))
+        self._step += 1
+        rows = [*sampled, *decoding] if sampled else decoding
+        self._launched.append(_Launched(self._step, rows, len(sampled)))
+        return Plan(
+            step=self._step,
+            starts=tuple(starts),
+            block_appends=block_appends,
+            chunks=tuple(chunks),
+            decode_slots=decode_slots,
+        )
+
+    def _refresh_decoding(self) -> None:
+        if self._decoding_left:
+            running = Status.RUNNING
+            self._decoding = [item for item in self._decoding if item.status is running]
+            self._decode_slots = tuple([item.slot for item in self._decoding])
+            self._decoding_left = False
+
+    def _extend_decodes(self) -> tuple[tuple[int, int], ...]:
+        """Makes room for one more token of each decoding sequence; the new blocks by slot."""
+        due = [item for item in self._decoding if item.num_computed_tokens == item.compute_limit]
+        if not due:
+            return ()
+        for sequence in due:
+            if sequence.num_computed_tokens == sequence.max_computed_tokens:
+                self._release(sequence)
+                sequence.status = Status.DRAINING
+        appends: list[tuple[int, int]] = []
+        for sequence in due:  # an earlier one may preempt a later one, never the reverse
+            while sequence.status is Status.RUNNING and not self._pool.can_allocate(1):
+                self._preempt(self._last_admitted())
+            if sequence.status is Status.RUNNING:
+                self._register(sequence)
+                self._give_blocks(sequence, self._pool.allocate(1))
+                appends.append((sequence.slot, sequence.block_ids[-1]))
+        return tuple(appends)
+
+    def _last_admitted(self) -> Sequence:
+        running = (item for item in reversed(self._decoding) if item.status is Status.RUNNING)
+        return self._prefilling or next(running)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the front of the queue; what it knows stays, what it computed may be found again
+        in the prefix cache."""
+        self._release(sequence)
+        sequence.status = Status.WAITING
+        sequence.preemptions += 1
+        self._waiting[sequence.key] = sequence
+        self._waiting.move_to_end(sequence.key, last=False)
+        self._num_preemptions += 1
+
+    def _admit(self, starts: list[SlotStart], now: float) -> Sequence | None:
+        """Gives the first in the queue a slot and blocks for all its known tokens, if there are."""
+        if not self._waiting or not self._free_slots:
+            return None
+        sequence = next(iter(self._waiting.values()))
+        if sequence.num_pending_tokens:  # preempted; its last token comes with a plan in flight
+            return None
+        known, size = len(sequence.token_ids), self.info.block_size
+        cached: list[int] = []
+        if self._pool.prefix_caching:  # the last token is computed at least: its logits are wanted
+            cached = self._pool.match(sequence.block_digests(0, (known - 1) // size, size))
+        num_new = -(-known // size) - len(cached)
+        spare = self._spare_blocks if self.num_running else 0
+        if not self._pool.can_allocate(num_new + spare, cached):
+            return None
+        del self._waiting[sequence.key]
+        sequence.status = Status.RUNNING
+        sequence.slot = self._free_slots.pop()
+        sequence.num_computed_tokens = len(cached) * size
+        sequence.num_registered_blocks = len(cached)
+        self._give_blocks(sequence, self._pool.allocate(num_new, cached))
+        if sequence.scheduled_at is None:
+            self._count_admission(sequence, now)
+        starts.append(
+            SlotStart(
+                slot=sequence.slot,
+                sampling=sequence.request.sampling,
+                min_position=sequence.min_position,
+                banned_token_ids=sequence.banned_token_ids,
+                num_computed_tokens=sequence.num_computed_tokens,
+                block_ids=tuple(sequence.block_ids),
+            )
+        )
+        return sequence
+
+    def _count_admission(self, sequence: Sequence, now: float) -> None:
+        sequence.scheduled_at = now
+        sequence.cached_tokens = sequence.num_computed_tokens
+        self._prompt_tokens += sequence.prompt_len
+        self._prefix_cache_queries += sequence.prompt_len
+        self._prefix_cache_hits += sequence.cached_tokens
+
+    def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        start = sequence.num_computed_tokens
+        token_ids = tuple(sequence.token_ids[start : start + budget])
+        sequence.num_computed_tokens = start + len(token_ids)
+        self._register(sequence)
+        return Chunk(
+            slot=sequence.slot,
+            start=start,
+            token_ids=token_ids,
+            samples=sequence.num_computed_tokens == len(sequence.token_ids),
+        )
+
+    # ---- blocks
+
+    def _give_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
+        sequence.block_ids += block_ids
+        backed = len(sequence.block_ids) * self.info.block_size
+        sequence.compute_limit = min(backed, sequence.max_computed_tokens)
+
+    def _register(self, sequence: Sequence) -> None:
+        """Tells the prefix cache of full blocks whose tokens are known and computed: by a launched
+        plan or an earlier chunk of this plan at the latest, so that what comes after may read."""
+        size, first = self.info.block_size, sequence.num_registered_blocks
+        full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // size
+        if self._pool.prefix_caching and full > first:
+            digests = sequence.block_digests(first, full, size)
+            self._pool.register(sequence.block_ids[first:full], digests)
+            sequence.num_registered_blocks = full
+
+    def _release(self, sequence: Sequence) -> None:
+        """Takes slot and blocks from a running sequence. Plans in flight may still write to them;
+        whatever plan uses them next runs after those."""
+        self._register(sequence)
+        self._pool.free(sequence.block_ids)
+        self._free_slots.append(sequence.slot)
+        sequence.block_ids = []
+        sequence.slot = -1
+        if sequence is self._prefilling:
+            self._prefilling = None
+        else:
+            self._decoding_left = True
+
+    # ---- a step is done
+
+    def apply(self, result: StepResult, now: float) -> StepRecord:
+        """What the oldest launched step produced, and who ended with it."""
+        launched = self._launched.popleft()
+        assert result.step == launched.step, "results come in the order of the plans"
+        for sequence in launched.rows[: launched.num_chunk_rows]:
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+        keys: list[int] = []
+        token_ids: list[int] = []
+        finished: list[FinishedRecord] = []
+        gone = Status.FINISHED
+        for sequence, token_id in zip(launched.rows, result.token_ids, strict=True):
+            if sequence.status is gone:
+                continue
+            known = sequence.token_ids
+            known.append(token_id)
+            keys.append(sequence.key)
+            token_ids.append(token_id)
+            sequence.last_token_at = now
+            if token_id in sequence.stop_token_ids and len(known) > sequence.min_position:
+                stop = FinishReason.STOP
+                finished.append(self._end(sequence, stop, now, stop_token_id=token_id))
+            elif len(known) == sequence.max_len:
+                finished.append(self._end(sequence, FinishReason.LENGTH, now))
+        self._generation_tokens += len(keys)
+        return StepRecord(launched.step, keys, token_ids, finished)
+
+    # ---- what there is
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return self._max_running - len(self._free_slots)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_launched(self) -> int:
+        """Plans whose results were not applied yet."""
+        return len(self._launched)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._launched)
+
+    def stats(self) -> Stats:
+        """Gauges and counters at this moment."""
+        return Stats(
+            num_requests_running=self.num_running,
+            num_requests_waiting=self.num_waiting,
+            kv_blocks_used=self._pool.num_used,
+            kv_blocks_total=self._pool.num_blocks,
+            steps=self._step,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+            num_preemptions=self._num_preemptions,
+            requests_finished=self._requests_finished,
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the parts disagree. Slow: for tests and idle moments."""
+        running = [item for item in self._decoding if item.status is Status.RUNNING]
+        if self._prefilling is not None:
+            running.append(self._prefilling)
+        slots = [item.slot for item in running]
+        assert sorted(slots + self._free_slots) == list(range(self._max_running)), "slots leak"
+        self._pool.check_invariants([item.block_ids for item in running])
+        for key, sequence in self._sequences.items():
+            sequence.check_invariants(self.info.block_size)
+            assert (sequence.status is Status.WAITING) == (key in self._waiting)
+            assert (sequence.status is Status.RUNNING) == (sequence in running)
+        assert len(self._waiting) + len(running) <= len(self._sequences), "a sequence leaks"

@@ -1,0 +1,142 @@
+"""Sequence: a request as the scheduler sees it, and the arithmetic of how far one can go.
+
+    [0 ........ prompt_len)[prompt_len ........ known)[known .... known + pending)
+      prompt                 output, ids known          sampled by a launched step, not yet known
+    [0 ........................... num_computed_tokens)
+      KV written, or to be written by a launched step
+
+Positions are indices in prompt + output. While a sequence decodes, its computed tokens are one
+fewer than its known and pending ones: the last token's KV is written by the step that reads it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from millstream.engine.block_pool import extend_digests, root_digest
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.records import FinishedRecord
+from millstream.engine.request import FinishReason, Request
+
+
+def blocks_needed(info: RunnerInfo, prompt_len: int, max_tokens: int) -> int:
+    """KV blocks that a request fills at its longest; the last token's KV is never written. It can
+    end by itself if there are so many in the pool."""
+    return -(-(prompt_len + max_tokens - 1) // info.block_size)
+
+
+class Status(enum.Enum):
+    """Where a sequence stands. Only a running one holds a slot and blocks."""
+
+    WAITING = enum.auto()  # not admitted yet, or preempted
+    RUNNING = enum.auto()
+    DRAINING = enum.auto()  # its last token is being computed: no later step concerns it
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """Mutable state of one request; owned and changed by the Scheduler alone."""
+
+    request: Request
+    key: int
+    token_ids: list[int]  # prompt and output, as far as known
+    prompt_len: int
+    max_len: int  # token_ids never grows past this
+    stop_token_ids: frozenset[int]  # EOS ids included, unless ignored
+    min_position: int  # stop ids count from this position on
+    arrived_at: float
+
+    status: Status = Status.WAITING
+    # A preempted sequence keeps its count until it is admitted again, so that num_pending_tokens
+    # stays right while its last step is in flight.
+    num_computed_tokens: int = 0
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    # Tokens may be computed up to here without the scheduler's attention: the end of the block
+    # table, or of the request.
+    compute_limit: int = 0
+    digests: list[bytes] = field(default_factory=list)  # of leading blocks, behind their root
+    num_registered_blocks: int = 0  # leading blocks that the prefix cache was told of
+
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    preemptions: int = 0
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+
+    @classmethod
+    def create(cls, request: Request, info: RunnerInfo, now: float) -> Sequence:
+        """The sequence of a new request; `now` in seconds of any monotonic clock."""
+        sampling = request.sampling
+        prompt_len = len(request.token_ids)
+        eos_token_ids = () if sampling.ignore_eos else info.eos_token_ids
+        return cls(
+            request=request,
+            key=request.key,
+            token_ids=list(request.token_ids),
+            prompt_len=prompt_len,
+            max_len=min(prompt_len + sampling.max_tokens, info.max_model_len),
+            stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
+            min_position=prompt_len + sampling.min_tokens,
+            arrived_at=now,
+        )
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    @property
+    def max_computed_tokens(self) -> int:
+        return self.max_len - 1
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """What must not be sampled below min_position."""
+        return tuple(sorted(self.stop_token_ids)) if self.min_position > self.prompt_len else ()
+
+    def block_digests(self, start: int, stop: int, block_size: int) -> list[bytes]:
+        """The prefix-cache names of the blocks [start, stop), whose tokens must be known."""
+        if not self.digests:
+            self.digests.append(root_digest(self.request.cache_salt))
+        extend_digests(self.digests, self.token_ids, block_size, stop)
+        return self.digests[start + 1 : stop + 1]
+
+    def check_invariants(self, block_size: int) -> None:
+        """Raises AssertionError where the fields disagree."""
+        running, computed, known = (
+            self.status is Status.RUNNING,
+            self.num_computed_tokens,
+            len(self.token_ids),
+        )
+        assert running == (self.slot >= 0) == bool(self.block_ids), (
+            f"{self.status} holds the wrong things"
+        )
+        assert self.prompt_len <= known < self.max_len, "ended and not finished"
+        assert computed <= self.max_computed_tokens, "computes what nobody reads"
+        if running:
+            backed = len(self.block_ids) * block_size
+            assert computed <= self.compute_limit == min(backed, self.max_computed_tokens)
+            assert self.num_registered_blocks <= min(computed, known) // block_size
+
+    def finished_record(
+        self, reason: FinishReason, now: float, stop_token_id: int | None, message: str
+    ) -> FinishedRecord:
+        """The account of a sequence that ends at `now`. A phase that it never left lasts until
+        then; one that it never reached takes 0 seconds."""
+        arrived, scheduled, first = self.arrived_at, self.scheduled_at, self.first_token_at
+        return FinishedRecord(
+            key=self.key,
+            reason=int(reason),
+            stop_token_id=stop_token_id,
+            message=message,
+            prompt_tokens=self.prompt_len,
+            cached_tokens=self.cached_tokens,
+            output_tokens=len(self.token_ids) - self.prompt_len,
+            queue_s=(now if scheduled is None else scheduled) - arrived,
+            prefill_s=0.0 if scheduled is None else (now if first is None else first) - scheduled,
+            first_token_s=0.0 if first is None else first - arrived,
+            decode_s=0.0 if first is None else self.last_token_at - first,
+            preemptions=self.preemptions,
+        )
