@@ -8,6 +8,9 @@ afterwards, so a steady decode step carries nothing but the slots' numbers.
 With a runner that works one step ahead, plan N+1 is launched before the tokens of plan N are known
 on the host: a decode's input token is whatever the slot sampled last. Plans run in order on one
 stream, so a block or slot that plan N still touches may be given away by plan N+1.
+
+Within a step, a layer writes the KV of all chunks before any attention of that layer reads: the
+cached blocks of a sequence that starts may be filled by an earlier chunk of the same plan.
 """
 
 from __future__ import annotations
