@@ -29,3 +29,7 @@ class ForwardBatch:
     num_decodes: int  # the last so many sequences have one token each
     query_lens: tuple[int, ...]
     contexts: tuple[int, ...]
+    # [T] int64, read only by models with dynamic RoPE: the length that a token is rotated for,
+    # max(prompt length, position + 1). None: position + 1, right for prompts within the original
+    # limit of the model.
+    rope_lens: torch.Tensor | None = None

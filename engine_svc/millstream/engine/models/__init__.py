@@ -1,0 +1,36 @@
+"""Models, from a ModelConfig to a module whose only input is a ForwardBatch."""
+
+from __future__ import annotations
+
+import torch
+
+from millstream.engine.attention import AttentionBackend
+from millstream.engine.model_config import ModelConfig
+from millstream.engine.models.decoder import DecoderModel
+from millstream.engine.models.rope import RotaryEmbedding
+
+__all__ = ["DecoderModel", "build_model"]
+
+# ModelConfig.family -> class; a new family is an entry here and in model_config.FAMILIES.
+_MODELS = {"llama": DecoderModel, "qwen3": DecoderModel}
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    attention: AttentionBackend,
+) -> DecoderModel:
+    """A model whose parameters have memory on `device` but no contents: weights.py fills them.
+
+    It is laid out on the meta device first, so nothing is initialised only to be overwritten.
+    """
+    with torch.device("meta"):
+        model = _MODELS[config.family](config, attention).to(dtype)
+    model.to_empty(device=device)
+    model.rope = RotaryEmbedding(
+        config.rope, config.head_dim, max_model_len=max_model_len, dtype=dtype, device=device
+    )
+    return model.eval()
