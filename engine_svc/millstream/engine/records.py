@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from millstream.engine.config import EngineConfig
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request
 
@@ -31,6 +32,13 @@ class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
 # ---- front end -> core
 
 
+class Start(_Record, frozen=True):
+    """The first frame: what to load. No folder: the runner needs none."""
+
+    config: EngineConfig
+    model_dir: str | None
+
+
 class Submit(_Record, frozen=True):
     """New requests, in order."""
 
@@ -50,7 +58,7 @@ class AskStats(_Record, frozen=True):
     token: int
 
 
-ToCore = Submit | Finish | AskStats
+ToCore = Start | Submit | Finish | AskStats
 
 # ---- core -> front end
 
@@ -59,7 +67,6 @@ class Loaded(_Record, frozen=True):
     """The model is loaded; requests may come."""
 
     info: RunnerInfo
-    model: str
 
 
 class LoadFailed(_Record, frozen=True):
