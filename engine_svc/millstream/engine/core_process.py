@@ -1,0 +1,167 @@
+"""The core process: `python -m millstream.engine.core_process --fd N`, started by supervisor.py.
+
+    reader thread:  socket -> commands        (end of file: the front end is gone, exit at once)
+    main thread:    commands -> EngineCore -> step -> one StepRecord -> socket
+
+It loads what the first frame says, answers Loaded or LoadFailed, then steps while there is work
+and sleeps on the queue while there is none. The parent alone decides when it ends: signals to the
+whole process group (Ctrl-C, systemd's SIGTERM) are ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_never
+
+from millstream.engine.channel import CoreChannel
+from millstream.engine.config import EngineConfig
+from millstream.engine.core import EngineCore
+from millstream.engine.plan import Runner
+from millstream.engine.records import (
+    AskStats,
+    Fault,
+    Finish,
+    Loaded,
+    LoadFailed,
+    Start,
+    StatsRecord,
+    Submit,
+    ToCore,
+)
+from millstream.engine.request import FinishReason
+from millstream.rpc.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_RUNNERS = {
+    "model": "millstream.engine.runner:create",
+    "instant": "millstream.engine.instant_runner:create",
+}
+# What a wrong flag or a bad model folder raises, with a message for the person who started us.
+_CLEAR_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)
+
+Commands = queue.SimpleQueue[ToCore]
+
+
+def main() -> None:
+    """Runs a core over the inherited socket; the exit code is 1 after a failure."""
+    parser = argparse.ArgumentParser(prog="python -m millstream.engine.core_process")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--log-level", default="info")
+    arguments = parser.parse_args()
+    _outlive_nobody()
+    configure_logging(arguments.log_level, process="core")
+    channel = CoreChannel(socket.socket(fileno=arguments.fd))
+    start = channel.receive()
+    if start is None:
+        return
+    assert isinstance(start, Start)
+    commands: Commands = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, commands), name="reader", daemon=True).start()
+    core = _load(start, channel)
+    if core is None:
+        sys.exit(1)
+    try:
+        _run(core, commands, channel)
+    except OSError as error:  # the reader thread is about to exit for the same reason
+        logger.debug("the front end is gone: %s", error)
+    except Exception as error:
+        logger.exception("the engine core failed")
+        channel.send(Fault(f"the engine core failed: {type(error).__name__}: {_one_line(error)}"))
+    sys.exit(1)
+
+
+def _outlive_nobody() -> None:
+    """The kernel kills this process when its parent dies, even if the reader thread cannot run."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read(channel: CoreChannel, commands: Commands) -> None:
+    """The reader thread: ends the process at the end of file, whatever the main thread does."""
+    while (command := channel.receive()) is not None:
+        commands.put(command)
+    os._exit(0)
+
+
+def _load(start: Start, channel: CoreChannel) -> EngineCore | None:
+    """The core, announced with Loaded; None once LoadFailed is sent."""
+    config = start.config
+    model_dir = None if start.model_dir is None else Path(start.model_dir)
+    try:
+        runner = _find_runner(config.runner)(config, model_dir)
+        core = EngineCore(runner, prefix_caching=config.prefix_caching, clock=time.monotonic)
+    except _CLEAR_ERRORS as error:
+        logger.debug("cannot load", exc_info=True)
+        channel.send(LoadFailed(_one_line(error)))
+        return None
+    except Exception as error:
+        logger.exception("cannot load")
+        channel.send(LoadFailed(f"{type(error).__name__}: {_one_line(error)}"))
+        return None
+    # What lives now lives to the end: never look at it again when collecting garbage.
+    gc.collect()
+    gc.freeze()
+    channel.send(Loaded(runner.info))
+    return core
+
+
+def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:
+    """The factory of a runner: "model", "instant" or "module:function"."""
+    module, _, function = _RUNNERS.get(name, name).partition(":")
+    if not function:
+        raise ValueError(f"--runner: model, instant or module:function, not {name!r}")
+    found: Callable[[EngineConfig, Path | None], Runner]
+    found = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
+    """Steps for ever; returns never, raises what the core or the channel raises."""
+    while True:
+        if not core.has_work:
+            _obey(core, commands.get(), channel)
+        while not commands.empty():
+            _obey(core, commands.get(), channel)
+        if core.has_work:
+            channel.send(core.step())
+
+
+def _obey(core: EngineCore, command: ToCore, channel: CoreChannel) -> None:
+    match command:
+        case Submit(requests):
+            for request in requests:
+                core.submit(request)
+        case Finish(keys, reason):
+            core.finish(keys, FinishReason(reason))
+        case AskStats(token):
+            channel.send(StatsRecord(token, core.stats()))
+        case Start():
+            raise ValueError("a core starts once")
+        case _:
+            assert_never(command)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

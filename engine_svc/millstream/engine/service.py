@@ -1,0 +1,324 @@
+"""The engine's gRPC service: submissions become requests for the core, its steps become messages.
+
+Life cycle (load, failed, drain, close) as millstream.rpc.server runs it. What a stream holds is
+streams.py's, what a submission may say validation.py's, the core process supervisor.py's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import logging
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from millstream.engine import wire
+from millstream.engine.config import EngineConfig
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.records import StepRecord, handle_of, make_key, stream_of
+from millstream.engine.request import FinishReason, Request
+from millstream.engine.streams import Stream
+from millstream.engine.supervisor import Supervisor
+from millstream.engine.validation import resolved_proto, to_request
+from millstream.rpc.errors import (
+    DuplicateHandle,
+    EngineFault,
+    EngineUnavailable,
+    MillstreamError,
+    QueueFull,
+    abort,
+    to_status,
+)
+from millstream.v1 import engine_pb2, engine_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+# Submissions handled before other streams get a turn: about 10 ms of short ones.
+SUBMISSIONS_PER_TURN = 512
+RETRY_AFTER_S = 1.0
+STATS_LOG_INTERVAL_S = 10.0
+SHUTDOWN_GRACE_S = 1.0  # after a drain's time limit, for the last messages to leave
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is served, once it is known where it lies; no path if the runner needs none."""
+
+    name: str
+    path: Path | None
+    tokenizer_fingerprint: str
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """One engine. Everything runs on the event loop, but `find_model`, which may block for
+    minutes (it downloads), raises StartError, and gets a thread of its own."""
+
+    def __init__(
+        self, config: EngineConfig, find_model: Callable[[], Model], *, max_message_bytes: int
+    ) -> None:
+        self._config = config
+        self._find_model = find_model
+        self._max_message_bytes = max_message_bytes
+        self._core = Supervisor(config, on_step=self._on_step)
+        self._core.failed.add_done_callback(self._on_failed)
+        self._info: RunnerInfo | None = None
+        self._engine_info = engine_pb2.EngineInfo()
+        self._unavailable: EngineUnavailable | None = EngineUnavailable("the engine is starting")
+        self._streams: dict[int, Stream] = {}
+        self._stream_numbers = itertools.count(1)
+        self._messages_sent = 0
+        self._tokens_seen = 0
+        self._stats_log: asyncio.Task[None] | None = None
+
+    # ---- life cycle
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (SERVICE_NAME,)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        engine_pb2_grpc.add_EngineServicer_to_server(self, server)
+
+    async def load(self) -> None:
+        model = await _in_daemon_thread(self._find_model)
+        self._info = await self._core.start(model.path)
+        self._engine_info = wire.engine_info(
+            self._info,
+            self._config,
+            model=model.name,
+            tokenizer_fingerprint=model.tokenizer_fingerprint,
+            max_message_bytes=self._max_message_bytes,
+        )
+        self._unavailable = None
+        self._stats_log = asyncio.create_task(self._log_stats())
+
+    async def failed(self) -> str:
+        return await asyncio.shield(self._core.failed)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._unavailable = EngineUnavailable("the engine is stopping")
+        for stream in self._streams.values():
+            stream.end_when_idle(self._unavailable)
+        if not await self._streams_ended(timeout_s):
+            for stream in self._streams.values():
+                self._finish(stream, stream.live_handles, FinishReason.SHUTDOWN)
+            await self._streams_ended(SHUTDOWN_GRACE_S)
+
+    async def close(self) -> None:
+        if self._stats_log is not None:
+            self._stats_log.cancel()
+        await self._core.close()
+
+    def _on_failed(self, failed: asyncio.Future[str]) -> None:
+        self._unavailable = EngineUnavailable(f"the engine failed: {failed.result()}")
+        for stream in self._streams.values():
+            stream.fail(self._unavailable)
+
+    async def _streams_ended(self, timeout_s: float) -> bool:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._streams:
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def _log_stats(self) -> None:
+        """A line each STATS_LOG_INTERVAL_S while there is work."""
+        tokens_logged = 0
+        while True:
+            await asyncio.sleep(STATS_LOG_INTERVAL_S)
+            tokens = self._tokens_seen - tokens_logged
+            tokens_logged += tokens
+            if not tokens and not self._core.num_live:
+                continue
+            try:
+                stats = await self._core.stats()
+            except EngineUnavailable:
+                return
+            logger.info(
+                "running %d, waiting %d, KV blocks %d/%d, %.0f tokens/s, streams %d",
+                stats.num_requests_running,
+                stats.num_requests_waiting,
+                stats.kv_blocks_used,
+                stats.kv_blocks_total,
+                tokens / STATS_LOG_INTERVAL_S,
+                len(self._streams),
+            )
+
+    # ---- the RPCs
+
+    async def GetEngineInfo(
+        self, request: engine_pb2.GetEngineInfoRequest, context: Context
+    ) -> engine_pb2.GetEngineInfoResponse:
+        if self._info is None and self._unavailable is not None:
+            await abort(context, self._unavailable)
+        return engine_pb2.GetEngineInfoResponse(engine=self._engine_info)
+
+    async def GetStats(
+        self, request: engine_pb2.GetStatsRequest, context: Context
+    ) -> engine_pb2.GetStatsResponse:
+        if self._info is None and self._unavailable is not None:
+            await abort(context, self._unavailable)
+        try:
+            gauges = await self._core.stats()
+        except EngineUnavailable as error:
+            await abort(context, error)
+        return wire.stats(
+            gauges, open_streams=len(self._streams), messages_sent=self._messages_sent
+        )
+
+    # Not an async generator: grpc would leave it suspended, and its `finally` to the garbage
+    # collector, when the RPC is cancelled while a message is being written.
+    async def Generate(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[engine_pb2.GenerateRequest], context: Context
+    ) -> None:
+        if self._unavailable is not None:
+            await abort(context, self._unavailable)
+        stream = Stream(next(self._stream_numbers))
+        self._streams[stream.number] = stream
+        reading = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            await self._write(stream, context)
+        except MillstreamError as error:
+            await abort(context, error)
+        finally:
+            reading.cancel()
+            del self._streams[stream.number]
+            self._finish(stream, stream.close(), FinishReason.CANCELLED)
+
+    async def _write(self, stream: Stream, context: Context) -> None:
+        ready = engine_pb2.Ready(engine=self._engine_info)
+        await context.write(engine_pb2.GenerateResponse(ready=ready))
+        while (message := await stream.next()) is not None:
+            await context.write(message)
+            self._messages_sent += 1
+
+    async def _read(
+        self, stream: Stream, requests: AsyncIterator[engine_pb2.GenerateRequest]
+    ) -> None:
+        """Obeys a stream's messages until it is half-closed. Fails the stream, never in silence."""
+        try:
+            async for message in requests:
+                for submissions in _slices(message.submit, SUBMISSIONS_PER_TURN):
+                    self._submit(stream, submissions)
+                    await asyncio.sleep(0)
+                    await stream.room()
+                self._finish(stream, filter(stream.is_live, message.cancel), FinishReason.CANCELLED)
+            stream.end_when_idle(None)
+        except Exception:
+            logger.exception("reading a stream failed")
+            stream.fail(EngineFault("internal error; the service's log has it"))
+
+    # ---- requests in, steps out
+
+    def _submit(self, stream: Stream, submissions: Iterable[engine_pb2.Submission]) -> None:
+        """Accepts or refuses each; those accepted go to the core as one record."""
+        requests: list[Request] = []
+        for submission in submissions:
+            try:
+                request = self._admit(stream, submission, len(requests))
+            except Exception as error:
+                if not isinstance(error, MillstreamError):
+                    logger.exception("validating a submission failed")
+                stream.reject(
+                    engine_pb2.Rejected(handle=submission.handle, status=to_status(error))
+                )
+                continue
+            requests.append(request)
+            accepted = engine_pb2.Accepted(
+                handle=submission.handle,
+                request_id=request.request_id,
+                sampling=resolved_proto(request),
+            )
+            stream.accept(accepted, self._deadline_timer(stream, submission))
+        self._core.submit(requests)
+
+    def _admit(self, stream: Stream, submission: engine_pb2.Submission, num_new: int) -> Request:
+        """The submission as a request. Raises the MillstreamError that refuses it."""
+        if stream.in_use(submission.handle):
+            raise DuplicateHandle(f"handle: {submission.handle} is in use", field="handle")
+        if self._unavailable is not None:
+            raise self._unavailable
+        assert self._info is not None
+        most = self._info.max_num_seqs + self._config.max_queued_requests
+        if self._core.num_live + num_new >= most:
+            raise QueueFull(
+                f"{self._config.max_queued_requests} requests wait already",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if not submission.request_id:
+            submission.request_id = f"{stream.number}-{submission.handle}"
+        return to_request(
+            submission,
+            key=make_key(stream.number, submission.handle),
+            info=self._info,
+            random_seed=secrets.randbits(64),
+        )
+
+    def _deadline_timer(
+        self, stream: Stream, submission: engine_pb2.Submission
+    ) -> asyncio.TimerHandle | None:
+        if not submission.HasField("timeout_ms"):
+            return None
+        return asyncio.get_running_loop().call_later(
+            submission.timeout_ms / 1000,
+            self._finish,
+            stream,
+            (submission.handle,),
+            FinishReason.DEADLINE,
+        )
+
+    def _finish(self, stream: Stream, handles: Iterable[int], reason: FinishReason) -> None:
+        self._core.finish([make_key(stream.number, handle) for handle in handles], reason)
+
+    def _on_step(self, step: StepRecord) -> None:
+        """Hands each stream its part of a step. What is left of closed streams is dropped."""
+        self._tokens_seen += len(step.token_ids)
+        parts: dict[int, tuple[list[int], list[int], list[engine_pb2.Finished]]] = {}
+        for key, token_id in zip(step.keys, step.token_ids, strict=True):
+            number = stream_of(key)
+            part = parts.get(number)
+            if part is None:
+                part = parts[number] = ([], [], [])
+            part[0].append(handle_of(key))
+            part[1].append(token_id)
+        for record in step.finished:
+            part = parts.setdefault(stream_of(record.key), ([], [], []))
+            part[2].append(wire.finished(record))
+        for number, (handles, token_ids, finished) in parts.items():
+            stream = self._streams.get(number)
+            if stream is not None:
+                stream.add_step(handles, token_ids, finished)
+
+
+def _slices(
+    submissions: Iterable[engine_pb2.Submission], size: int
+) -> Iterable[list[engine_pb2.Submission]]:
+    iterator = iter(submissions)
+    while chunk := list(itertools.islice(iterator, size)):
+        yield chunk
+
+
+async def _in_daemon_thread(function: Callable[[], Model]) -> Model:
+    """Like asyncio.to_thread, but a thread still at work does not hold up the process's exit."""
+    outcome: concurrent.futures.Future[Model] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    outcome.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="find-model", daemon=True).start()
+    return await asyncio.wrap_future(outcome)

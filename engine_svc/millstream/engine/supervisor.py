@@ -1,0 +1,205 @@
+"""The front end's handle on the core process: starts it, talks to it, notices its end, ends it.
+
+A core has failed when it reports a Fault, when its process ends, or when it is stuck: work is
+pending and no step finished for `step_timeout_s`. Then it is killed and `failed` has the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, assert_never
+
+from millstream.engine.channel import FrontChannel, socket_pair
+from millstream.engine.config import EngineConfig
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.records import (
+    AskStats,
+    Fault,
+    Finish,
+    FromCore,
+    Loaded,
+    LoadFailed,
+    Start,
+    Stats,
+    StatsRecord,
+    StepRecord,
+    Submit,
+)
+from millstream.engine.request import FinishReason, Request
+from millstream.rpc.errors import EngineUnavailable
+from millstream.rpc.server import StartError
+
+logger = logging.getLogger(__name__)
+
+_WATCHDOG_TICKS = 8  # a step's time limit is counted in so many ticks
+_EXIT_GRACE_S = 0.5  # from the end of file to SIGKILL; the core needs milliseconds
+
+
+class Supervisor:
+    """One core process. All of it runs on the event loop; callbacks are called there too."""
+
+    def __init__(self, config: EngineConfig, *, on_step: Callable[[StepRecord], None]) -> None:
+        self._config = config
+        self._on_step = on_step
+        loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[RunnerInfo] = loop.create_future()
+        self._failed: asyncio.Future[str] = loop.create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: FrontChannel | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
+        self._tokens = itertools.count()
+        self._stats: dict[int, asyncio.Future[Stats]] = {}
+        self._num_live = 0
+        self._steps_seen = 0
+
+    @property
+    def num_live(self) -> int:
+        """Requests submitted and not yet reported as finished."""
+        return self._num_live
+
+    @property
+    def failed(self) -> asyncio.Future[str]:
+        """Resolves to the reason once the core can serve no longer. Do not cancel it."""
+        return self._failed
+
+    async def start(self, model_dir: Path | None) -> RunnerInfo:
+        """Starts the process and waits until it is loaded. Raises StartError."""
+        front, core = socket_pair()
+        level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+        command = [sys.executable, "-m", "millstream.engine.core_process"]
+        # A new interpreter, never a bare fork: grpc has threads by now. Popen takes milliseconds.
+        with core:
+            self._process = subprocess.Popen(  # noqa: ASYNC220
+                [*command, "--fd", str(core.fileno()), "--log-level", level],
+                pass_fds=(core.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+            )
+        self._channel = await FrontChannel.open(
+            front, on_record=self._on_record, on_closed=self._on_closed
+        )
+        self._channel.send(Start(self._config, None if model_dir is None else str(model_dir)))
+        if not await self._came(self._loaded):
+            raise StartError(self._failed.result())
+        self._watchdog = asyncio.create_task(self._watch())
+        return self._loaded.result()
+
+    def submit(self, requests: list[Request]) -> None:
+        """Hands requests to the core; each ends with one FinishedRecord, unless the core fails."""
+        if requests:
+            self._num_live += len(requests)
+            self._send(Submit(requests))
+
+    def finish(self, keys: Sequence[int], reason: FinishReason) -> None:
+        """Ends requests early; unknown and finished ones are ignored."""
+        if keys:
+            self._send(Finish(list(keys), int(reason)))
+
+    async def stats(self) -> Stats:
+        """The scheduler's gauges, after the step that runs now. Raises EngineUnavailable."""
+        if self._failed.done():
+            raise EngineUnavailable(self._failed.result())
+        token = next(self._tokens)
+        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._stats[token] = answer
+        try:
+            self._send(AskStats(token))
+            if not await self._came(answer):
+                raise EngineUnavailable(self._failed.result())
+            return answer.result()
+        finally:
+            del self._stats[token]
+
+    async def close(self) -> None:
+        """Ends the process and waits for its end; any number of times."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._fail("the engine is closed")
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None and not await self._exited(_EXIT_GRACE_S):
+            self._process.kill()
+            await self._exited(_EXIT_GRACE_S)
+
+    async def _came(self, answer: asyncio.Future[Any]) -> bool:
+        """Waits for the answer; False when the core fails before it comes."""
+        await asyncio.wait({answer, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        return answer.done()
+
+    def _send(self, record: Submit | Finish | AskStats) -> None:
+        assert self._channel is not None
+        self._channel.send(record)
+
+    def _on_record(self, record: FromCore) -> None:
+        match record:
+            case StepRecord():
+                self._steps_seen += 1
+                self._num_live -= len(record.finished)
+                self._on_step(record)
+            case StatsRecord(token, stats):
+                answer = self._stats.get(token)
+                if answer is not None and not answer.done():
+                    answer.set_result(stats)
+            case Loaded(info):
+                self._loaded.set_result(info)
+            case LoadFailed(message) | Fault(message):
+                self._fail(message)
+            case _:
+                assert_never(record)
+
+    def _on_closed(self, error: Exception | None) -> None:
+        if self._failed.done():
+            return
+        if error is not None:
+            logger.error("the channel to the core process broke", exc_info=error)
+        self._reporting = asyncio.create_task(self._report_end())
+
+    async def _report_end(self) -> None:
+        """The channel closed by itself: says how the process ended, which takes it a moment."""
+        assert self._process is not None
+        await self._exited(_EXIT_GRACE_S)
+        self._fail(f"the core process {_how_it_ended(self._process.returncode)}")
+
+    def _fail(self, reason: str) -> None:
+        if not self._failed.done():
+            self._failed.set_result(reason)
+
+    async def _watch(self) -> None:
+        """Fails the core that is stuck. Counts ticks, not time: a front end that was itself held
+        up (or suspended) has not seen what the core sent meanwhile."""
+        tick_s = self._config.step_timeout_s / _WATCHDOG_TICKS
+        ticks_without_step, steps_seen = 0, 0
+        while not self._failed.done():
+            await asyncio.sleep(tick_s)
+            stuck = self._num_live > 0 and self._steps_seen == steps_seen
+            ticks_without_step = ticks_without_step + 1 if stuck else 0
+            steps_seen = self._steps_seen
+            if ticks_without_step > _WATCHDOG_TICKS:
+                self._fail(f"no step finished for {self._config.step_timeout_s:g} s: it is stuck")
+                assert self._process is not None
+                self._process.kill()
+
+    async def _exited(self, timeout_s: float) -> bool:
+        assert self._process is not None
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._process.poll() is None:
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.005)
+        return True
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "closed its channel"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
