@@ -1,0 +1,132 @@
+"""BlockPool: reference counts, reuse order, prefix names."""
+
+import random
+
+import pytest
+
+from millstream.engine.block_pool import BlockPool, extend_digests, root_digest
+
+
+def chain(token_ids: list[int], salt: str = "", block_size: int = 4) -> list[bytes]:
+    digests = [root_digest(salt)]
+    extend_digests(digests, token_ids, block_size, len(token_ids) // block_size)
+    return digests[1:]
+
+
+def test_ids_start_at_one_and_run_out() -> None:
+    pool = BlockPool(3, 4, True)
+    assert pool.can_allocate(3)
+    assert not pool.can_allocate(4)
+    assert sorted(pool.allocate(3)) == [1, 2, 3]
+    assert not pool.can_allocate(1)
+    pool.check_invariants([[1, 2, 3]])
+
+
+def test_matched_free_blocks_count_as_taken() -> None:
+    """Two of the three free blocks are the cached ones, so only one new block is left."""
+    pool = BlockPool(3, 4, True)
+    digests = chain(list(range(8)))
+    table = pool.allocate(2)
+    pool.register(table, digests)
+    pool.free(table)
+    cached = pool.match(digests)
+    assert cached == table
+    assert pool.can_allocate(1, cached)
+    assert not pool.can_allocate(2, cached)
+    assert pool.allocate(1, cached)[:2] == table
+
+
+def test_the_deepest_block_is_reused_first() -> None:
+    pool = BlockPool(3, 4, True)
+    digests = chain(list(range(12)))
+    table = pool.allocate(3)
+    pool.register(table, digests)
+    pool.free(table)
+    for left in (2, 1, 0):
+        pool.allocate(1)
+        assert pool.match(digests) == table[:left]
+
+
+def test_blocks_without_a_name_are_reused_before_cached_ones() -> None:
+    pool = BlockPool(2, 4, True)
+    cached, unnamed = pool.allocate(2)
+    pool.register([cached], chain([1, 2, 3, 4]))
+    pool.free([cached])
+    pool.free([unnamed])
+    assert pool.allocate(1) == [unnamed]
+
+
+def test_row_46_a_reused_block_loses_its_name() -> None:
+    pool = BlockPool(1, 4, True)
+    digests = chain([1, 2, 3, 4])
+    table = pool.allocate(1)
+    pool.register(table, digests)
+    pool.free(table)
+    pool.free(pool.allocate(1))
+    assert pool.match(digests) == []
+    pool.check_invariants([])
+
+
+def test_equal_content_in_two_blocks_has_one_name() -> None:
+    pool = BlockPool(2, 4, True)
+    digests = chain([1, 2, 3, 4])
+    first, second = pool.allocate(2)
+    pool.register([first], digests)
+    pool.register([second], digests)
+    assert pool.match(digests) == [first]
+    pool.check_invariants([[first], [second]])
+
+
+def test_row_48_names_differ_by_salt_parent_and_tokens() -> None:
+    prompt = list(range(8))
+    names = [
+        chain(prompt),
+        chain(prompt, "a"),
+        chain(prompt, "b"),
+        chain(prompt, "unsalted"),
+        chain(prompt, "salt:a"),
+        chain([9, *prompt[1:]]),
+    ]
+    flat = [digest for name in names for digest in name]
+    assert len(set(flat)) == len(flat)
+
+
+def test_digests_do_not_depend_on_how_the_chain_grew() -> None:
+    token_ids = list(range(100, 120))
+    grown = [root_digest("s")]
+    for num_blocks in (0, 1, 1, 3, 2, 5):
+        extend_digests(grown, token_ids, 4, num_blocks)
+    assert grown[1:] == chain(token_ids, "s")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_use_agrees_with_a_naive_model(seed: int) -> None:
+    """The model remembers the tokens in each block; a match must show exactly these."""
+    rng = random.Random(seed)
+    block_size, num_blocks = 2, rng.randint(2, 9)
+    pool = BlockPool(num_blocks, block_size, True)
+    content: dict[int, tuple[int, ...]] = {}  # block id -> the whole prefix that it ends
+    tables: list[list[int]] = []
+    for _ in range(400):
+        if tables and rng.random() < 0.45:
+            pool.free(tables.pop(rng.randrange(len(tables))))
+        else:
+            prompt = [rng.randrange(2) for _ in range(block_size * rng.randint(1, 4))]
+            prefixes = [
+                tuple(prompt[:end]) for end in range(block_size, len(prompt) + 1, block_size)
+            ]
+            digests = chain(prompt, block_size=block_size)
+            cached = pool.match(digests)
+            assert [content[block_id] for block_id in cached] == prefixes[: len(cached)]
+            num_new = len(prefixes) - len(cached)
+            if pool.can_allocate(num_new, cached):
+                table = pool.allocate(num_new, cached)
+                content.update(zip(table, prefixes, strict=True))
+                pool.register(table[len(cached) :], digests[len(cached) :])
+                assert len(pool.match(digests)) == len(table)
+                tables.append(table)
+        pool.check_invariants(tables)
+    for table in tables:
+        pool.free(table)
+    pool.check_invariants([])
+    assert pool.num_free == num_blocks

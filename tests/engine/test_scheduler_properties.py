@@ -1,0 +1,170 @@
+"""Random traffic through small pools: whatever is batched, chunked, shared, preempted or cancelled,
+each request gets the tokens that it would get alone, and nothing is left behind."""
+
+import random
+from collections import Counter
+
+import pytest
+from tests.toy_runner import ToyRunner, reference, toy_info, toy_request
+
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.records import FinishedRecord, StepRecord
+from millstream.engine.request import FinishReason, Request
+from millstream.engine.scheduler import Scheduler
+
+BLOCK_SIZE = 4
+SEEDS = 600
+
+
+def random_info(rng: random.Random) -> RunnerInfo:
+    return toy_info(
+        vocab_size=rng.choice([8, 60]),
+        eos_token_ids=rng.choice([(), (1,), (2, 5)]),
+        max_model_len=rng.choice([24, 64]),
+        max_num_seqs=rng.randint(1, 6),
+        max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 16, 64]),
+        block_size=BLOCK_SIZE,
+        num_blocks=rng.randint(3, 12),
+        max_in_flight=rng.choice([1, 2]),
+    )
+
+
+def random_requests(rng: random.Random, info: RunnerInfo) -> list[Request]:
+    """Prompts that share prefixes, some of them equal; every request fits by itself."""
+    capacity = min(info.num_blocks * BLOCK_SIZE + 1, info.max_model_len)
+    families = [[rng.randrange(info.vocab_size) for _ in range(capacity)] for _ in range(3)]
+    requests = []
+    for key in range(rng.randint(1, 14)):
+        prompt_len = rng.randint(1, capacity - 1)
+        shared = rng.choice([0, 4, 8, prompt_len // 2, prompt_len])
+        prompt = rng.choice(families)[:prompt_len]
+        prompt[shared:] = [rng.randrange(info.vocab_size) for _ in prompt[shared:]]
+        max_tokens = rng.randint(1, capacity - prompt_len)
+        requests.append(
+            toy_request(
+                key,
+                prompt,
+                cache_salt=rng.choice(["", "", "a", "b"]),
+                max_tokens=max_tokens,
+                min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+                seed=rng.randrange(3),
+                stop_token_ids=rng.choice([(), (3,), (4, 6)]),
+                ignore_eos=rng.random() < 0.5,
+            )
+        )
+    return requests
+
+
+class Traffic:
+    """A scheduler and a toy runner, and what came out of them for each request."""
+
+    def __init__(self, info: RunnerInfo, prefix_caching: bool) -> None:
+        self.scheduler = Scheduler(info, prefix_caching)
+        self.runner = ToyRunner(info)
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, FinishedRecord] = {}
+        self.now = 0.0
+
+    def add(self, request: Request) -> None:
+        self.tokens[request.key] = []
+        self.note(self.scheduler.add(request, self.now))
+
+    def finish(self, key: int) -> None:
+        self.note(self.scheduler.finish(key, FinishReason.CANCELLED, self.now))
+        assert self.scheduler.finish(key, FinishReason.CANCELLED, self.now) is None
+
+    def launch(self) -> bool:
+        if self.scheduler.num_launched == self.runner.info.max_in_flight:
+            return False
+        plan = self.scheduler.schedule(self.now)
+        if plan is None:
+            assert self.scheduler.num_launched or not self.scheduler.has_work, "stuck"
+            return False
+        self.runner.launch(plan)
+        return True
+
+    def collect(self) -> None:
+        if self.scheduler.num_launched:
+            record: StepRecord = self.scheduler.apply(self.runner.collect(), self.now)
+            assert len(set(record.keys)) == len(record.keys) == len(record.token_ids)
+            for key, token_id in zip(record.keys, record.token_ids, strict=True):
+                assert key not in self.finished, "a token after the end"
+                self.tokens[key].append(token_id)
+            for finished in record.finished:
+                self.note(finished)
+
+    def note(self, finished: FinishedRecord | None) -> None:
+        if finished is not None:
+            assert finished.key not in self.finished, "ended twice"
+            self.finished[finished.key] = finished
+
+
+@pytest.mark.parametrize("first_seed", range(0, SEEDS, 100))
+def test_random_traffic(first_seed: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first_seed, first_seed + 100):
+        seen += run_traffic(seed)
+    # The traffic is worth something only while it meets all of these.
+    rare = ("stop", "length", "cancelled", "preempted", "cached", "surplus")
+    assert all(seen[event] >= 10 for event in rare), seen
+
+
+def run_traffic(seed: int) -> Counter[str]:
+    rng = random.Random(seed)
+    info = random_info(rng)
+    prefix_caching = rng.random() < 0.7
+    traffic = Traffic(info, prefix_caching)
+    requests = random_requests(rng, info)
+    arriving = list(reversed(requests))
+    arrival_rate, cancel_rate = rng.choice([0.1, 0.5, 1.0]), rng.choice([0.0, 0.0, 0.02, 0.1])
+    for _ in range(20_000):
+        traffic.now += 1
+        if arriving and rng.random() < arrival_rate:
+            traffic.add(arriving.pop())
+        if rng.random() < cancel_rate:
+            traffic.finish(rng.randrange(len(requests) + 1))  # in any state, or unknown
+        if rng.random() < 0.5:
+            traffic.launch()
+        else:
+            traffic.collect()
+        traffic.scheduler.check_invariants()
+        if not arriving and not traffic.scheduler.has_work:
+            break
+    assert not traffic.scheduler.has_work, f"seed {seed} does not end"
+    stats = traffic.scheduler.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_blocks_used) == (
+        0,
+        0,
+        0,
+    )
+    assert stats.requests_finished == len(requests)
+    assert stats.generation_tokens == sum(map(len, traffic.tokens.values()))
+    assert prefix_caching or stats.prefix_cache_hits == 0
+    for request in requests:
+        check_outcome(request, traffic, info)
+    reasons = Counter(FinishReason(record.reason) for record in traffic.finished.values())
+    return Counter(
+        stop=reasons[FinishReason.STOP],
+        length=reasons[FinishReason.LENGTH],
+        cancelled=reasons[FinishReason.CANCELLED],
+        preempted=stats.num_preemptions,
+        cached=stats.prefix_cache_hits,
+        surplus=traffic.runner.num_sampled - stats.generation_tokens,
+    )
+
+
+def check_outcome(request: Request, traffic: Traffic, info: RunnerInfo) -> None:
+    wanted, reason = reference(request, info)
+    got, record = traffic.tokens[request.key], traffic.finished[request.key]
+    if record.reason == FinishReason.CANCELLED:
+        assert got == wanted[: len(got)]
+    else:
+        assert (got, record.reason) == (wanted, reason)
+    assert record.stop_token_id == (got[-1] if record.reason == FinishReason.STOP else None)
+    assert record.prompt_tokens == len(request.token_ids)
+    assert record.output_tokens == len(got)
+    assert 0 <= record.cached_tokens < record.prompt_tokens
+    if got:
+        assert record.queue_s >= 0
+        assert record.decode_s >= 0
+        assert record.first_token_s == pytest.approx(record.queue_s + record.prefill_s)

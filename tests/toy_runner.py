@@ -1,0 +1,183 @@
+"""ToyRunner: a Runner whose "model" makes any loss, duplication or wrong reuse of KV visible.
+
+Its paged KV stores (position, token id) where a real one stores K and V. The next token is a
+function of the whole prefix as it is read back through the block table, and of the seed. A plan is
+carried out when it is collected, as a device would that lags behind the host.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from millstream.engine.config import EngineConfig
+from millstream.engine.plan import Plan, RunnerInfo, SlotStart, StepResult
+from millstream.engine.request import FinishReason, Request, Sampling
+
+
+def toy_info(
+    *,
+    vocab_size: int = 1000,
+    eos_token_ids: tuple[int, ...] = (),
+    max_model_len: int = 64,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    block_size: int = 4,
+    num_blocks: int = 32,
+    max_in_flight: int = 1,
+) -> RunnerInfo:
+    return RunnerInfo(
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_in_flight=max_in_flight,
+    )
+
+
+def toy_request(
+    key: int, token_ids: list[int], *, cache_salt: str = "", **sampling: object
+) -> Request:
+    sampling.setdefault("max_tokens", 8)
+    return Request(
+        key=key, token_ids=token_ids, sampling=Sampling(**sampling), cache_salt=cache_salt
+    )
+
+
+def next_token(prefix: list[int], seed: int, vocab_size: int, banned: Collection[int] = ()) -> int:
+    """The toy model."""
+    token_id = zlib.crc32(array("I", [seed & 0xFFFFFFFF, *prefix]).tobytes()) % vocab_size
+    while token_id in banned:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+def reference(request: Request, info: RunnerInfo) -> tuple[list[int], FinishReason]:
+    """The output of a request, computed naively: the truth that scheduling must not change."""
+    sampling, prompt_len = request.sampling, len(request.token_ids)
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else info.eos_token_ids)}
+    token_ids = list(request.token_ids)
+    while True:
+        early = len(token_ids) - prompt_len < sampling.min_tokens
+        token_id = next_token(token_ids, sampling.seed, info.vocab_size, stops if early else ())
+        token_ids.append(token_id)
+        if token_id in stops:
+            return token_ids[prompt_len:], FinishReason.STOP
+        if (
+            len(token_ids) - prompt_len == sampling.max_tokens
+            or len(token_ids) == info.max_model_len
+        ):
+            return token_ids[prompt_len:], FinishReason.LENGTH
+
+
+@dataclass(slots=True)
+class _Slot:
+    start: SlotStart
+    block_ids: list[int]
+    num_computed: int
+    last: int | None = None
+
+
+class ToyRunner:
+    """Also checks that each plan keeps plan.py's contract."""
+
+    def __init__(self, info: RunnerInfo) -> None:
+        self.info = info
+        self.plans: list[Plan] = []
+        self.num_sampled = 0
+        self.closed = False
+        self._launched: deque[Plan] = deque()
+        self._slots: list[_Slot | None] = [None] * info.max_num_seqs
+        self._kv: list[list[tuple[int, int] | None]] = [
+            [None] * info.block_size for _ in range(info.num_blocks + 1)
+        ]
+
+    def launch(self, plan: Plan) -> None:
+        assert len(self._launched) < self.info.max_in_flight
+        assert 0 < plan.num_tokens <= self.info.max_num_batched_tokens
+        assert not self.plans or plan.step == self.plans[-1].step + 1
+        advanced = [chunk.slot for chunk in plan.chunks] + list(plan.decode_slots)
+        assert len(set(advanced)) == len(advanced) <= self.info.max_num_seqs
+        started = {start.slot for start in plan.starts}
+        assert len(started) == len(plan.starts)
+        assert not started & {slot for slot, _ in plan.block_appends}
+        self.plans.append(plan)
+        self._launched.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._launched.popleft()
+        for start in plan.starts:
+            assert start.num_computed_tokens % self.info.block_size == 0
+            self._slots[start.slot] = _Slot(start, list(start.block_ids), start.num_computed_tokens)
+        for number, block_id in plan.block_appends:
+            self._slot(number).block_ids.append(block_id)
+        # As in a layer of a model: everything is written before anything is read.
+        rows: list[_Slot] = []
+        for chunk in plan.chunks:
+            slot = self._slot(chunk.slot)
+            assert chunk.token_ids
+            assert chunk.start == slot.num_computed
+            for token_id in chunk.token_ids:
+                self._write(slot, token_id)
+            slot.last = None
+            if chunk.samples:
+                rows.append(slot)
+        for number in plan.decode_slots:
+            slot = self._slot(number)
+            assert slot.last is not None, "a decode before its prompt was computed"
+            self._write(slot, slot.last)
+            rows.append(slot)
+        for slot in rows:
+            slot.last = self._sample(slot)
+        self.num_sampled += len(rows)
+        return StepResult(step=plan.step, token_ids=[slot.last or 0 for slot in rows])
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _slot(self, number: int) -> _Slot:
+        slot = self._slots[number]
+        assert slot is not None, f"slot {number} never started"
+        return slot
+
+    def _write(self, slot: _Slot, token_id: int) -> None:
+        position = slot.num_computed
+        assert position < self.info.max_model_len
+        index, offset = divmod(position, self.info.block_size)
+        block_id = slot.block_ids[index]
+        assert 1 <= block_id <= self.info.num_blocks
+        self._kv[block_id][offset] = (position, token_id)
+        slot.num_computed += 1
+
+    def _sample(self, slot: _Slot) -> int:
+        prefix = []
+        for position in range(slot.num_computed):
+            index, offset = divmod(position, self.info.block_size)
+            entry = self._kv[slot.block_ids[index]][offset]
+            assert entry is not None, f"position {position} was never written"
+            assert entry[0] == position, f"read KV of position {entry[0]} at {position}"
+            prefix.append(entry[1])
+        start = slot.start
+        banned = start.banned_token_ids if slot.num_computed < start.min_position else ()
+        return next_token(prefix, start.sampling.seed, self.info.vocab_size, banned)
+
+
+def create(config: EngineConfig, model_dir: Path | None = None) -> ToyRunner:
+    """For `--runner tests.toy_runner:create`."""
+    return ToyRunner(
+        toy_info(
+            max_num_seqs=config.max_num_seqs or 8,
+            max_num_batched_tokens=config.max_num_batched_tokens or 64,
+            max_model_len=config.max_model_len or 64,
+            block_size=config.block_size or 4,
+            num_blocks=64,
+            max_in_flight=2,
+        )
+    )
