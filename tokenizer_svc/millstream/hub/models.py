@@ -20,6 +20,7 @@ _TOKENIZER_FILES: tuple[tuple[str, ...], ...] = (
     ("tekken.json",),
 )
 
+_HUB_TIMEOUT_S = 10.0
 _WEIGHTS = "*.safetensors"
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 # Other formats of the same model: folders of their own, or a second copy beside the first.
@@ -40,6 +41,8 @@ def resolve(
         from millstream.hub.default_model import fetch_default
 
         return fetch_default(on_progress)
+    if not model:
+        raise ModelNotFound("the model's name is empty")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _with_config(folder.resolve(), model)
@@ -84,45 +87,50 @@ def _with_config(folder: Path, model: str) -> Path:
 
 def _looks_like_path(model: str) -> bool:
     """An id is `name` or `owner/name`; anything more is a path that is not there."""
-    return not model or model[0] in "./~\\" or model.count("/") > 1 or model.endswith("/")
+    return model[0] in "./~\\" or model.count("/") > 1 or model.endswith("/")
 
 
 def _download(repo_id: str, weights: bool) -> Path:
     try:
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import GatedRepoError, HFValidationError
+        from huggingface_hub import HfApi, constants, snapshot_download
+        from huggingface_hub.errors import HFValidationError
     except ImportError:
         raise ModelNotFound(
             f"no folder {repo_id!r}, and huggingface_hub, which would download it, is not installed"
         ) from None
-    tried = f"no folder {repo_id!r}, and {constants.ENDPOINT} "
+    unreachable: Exception | None = None
+    try:
+        # Asked first because snapshot_download itself waits for a silent hub for ever.
+        HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT_S)
+    except HFValidationError:
+        raise ModelNotFound(f"no folder {repo_id!r}, and no valid Hugging Face id") from None
+    except Exception as error:  # httpx's, OSError, ValueError: the library documents no one base
+        unreachable = error
     try:
         folder = snapshot_download(
             repo_id,
             allow_patterns=[*_SMALL_FILES, *([_WEIGHTS] if weights else [])],
             ignore_patterns=list(_UNWANTED),
+            local_files_only=unreachable is not None,  # what is cached needs no hub
         )
-    except HFValidationError:
-        raise ModelNotFound(f"no folder {repo_id!r}, and no valid Hugging Face id") from None
-    except GatedRepoError:
-        why = "wants its terms accepted on the model's page and HF_TOKEN set"
-        raise ModelNotFound(tried + f"gates this model: it {why}") from None
-    except Exception as error:  # httpx's, OSError, ValueError: the library documents no one base
-        raise ModelNotFound(tried + _reason(error)) from error
+    except Exception as error:
+        reason = _reason(unreachable or error)
+        raise ModelNotFound(f"no folder {repo_id!r}, and {constants.ENDPOINT} {reason}") from error
     path = Path(folder)
     if weights and not any(path.glob(_WEIGHTS)):
         raise ModelNotFound(f"{constants.ENDPOINT}'s {repo_id!r} has no safetensors weights")
     return path
 
 
-def _reason(error: BaseException) -> str:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+def _reason(error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled
 
-    if isinstance(error, RepositoryNotFoundError):
-        return "has no such model, or it is private (HF_TOKEN opens it)"
-    if constants.HF_HUB_OFFLINE:
-        return "may not be asked (HF_HUB_OFFLINE is set); the local cache lacks the model"
-    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
-    text = " ".join(str(cause or error).split()) or "no reason given"
-    return f"cannot be reached or failed: {type(cause or error).__name__}: {text[:200]}"
+    match error:
+        case GatedRepoError():
+            return "gates this model: accept its terms on the model's page and set HF_TOKEN"
+        case HfHubHTTPError() if error.response.status_code in (401, 404):
+            return "has no such model, or it is private (HF_TOKEN opens it)"
+        case OfflineModeIsEnabled():
+            return "may not be asked (HF_HUB_OFFLINE is set); the local cache lacks the model"
+    text = " ".join(str(error).split())
+    return f"failed or cannot be reached ({type(error).__name__}: {text[:200]})"
