@@ -1,0 +1,201 @@
+"""Client: AsyncClient without asyncio. An event loop on a thread of its own does the work."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
+
+from millstream.client.aio import AsyncClient, Params
+from millstream.client.engine_stream import Observer
+from millstream.client.jobs import ChatOptions, Message, Prompt, RequestOptions
+from millstream.client.stream import Stream
+from millstream.client.types import Delta, Output, ServicesHealth, ServicesInfo
+from millstream.rpc.errors import EngineUnavailable
+from millstream.rpc.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class Client:
+    """A client of one engine and one tokenizer service, for any number of threads.
+
+    Connects when first used. A KeyboardInterrupt while waiting cancels the request. Create it after
+    a fork, not before.
+    """
+
+    def __init__(
+        self,
+        engine: str | None = "localhost:50051",
+        tokenizer: str | None = "localhost:50052",
+        *,
+        timeout_s: float = 10.0,
+        observer: Observer | None = None,
+    ) -> None:
+        """As AsyncClient's; `observer` is called on the client's own thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="millstream-client", daemon=True
+        )
+        self._thread.start()
+
+        async def create() -> AsyncClient:
+            return AsyncClient(engine, tokenizer, timeout_s=timeout_s, observer=observer)
+
+        self._client = self._wait(create())
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        return_exceptions: Literal[False] = False,
+        use_tqdm: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Output: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        return_exceptions: bool = False,
+        use_tqdm: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Any]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: Params = None,
+        *,
+        return_exceptions: bool = False,
+        use_tqdm: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Any:
+        return self._wait(
+            self._client.generate(
+                prompt,
+                sampling_params,
+                return_exceptions=return_exceptions,
+                use_tqdm=use_tqdm,
+                **options,
+            )
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        return_exceptions: bool = False,
+        use_tqdm: bool | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Any:
+        return self._wait(
+            self._client.chat(
+                messages,
+                sampling_params,
+                return_exceptions=return_exceptions,
+                use_tqdm=use_tqdm,
+                **options,
+            )
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[Delta]:
+        return self._iterate(self._client.stream(prompt, sampling_params, **options))
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[Delta]:
+        return self._iterate(self._client.chat_stream(messages, sampling_params, **options))
+
+    def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Any:
+        return self._wait(self._client.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> Any:
+        return self._wait(self._client.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def info(self) -> ServicesInfo:
+        return self._wait(self._client.info())
+
+    def health(self) -> ServicesHealth:
+        return self._wait(self._client.health())
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ----
+
+    def _iterate(self, stream: Stream) -> Iterator[Delta]:
+        end = object()
+
+        async def take() -> Any:
+            return await anext(stream, end)
+
+        try:
+            while (delta := self._wait(take())) is not end:
+                yield delta
+        finally:
+            if not self._loop.is_closed():
+                self._wait(stream.aclose())
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs it on the client's loop. Whoever interrupts the waiting cancels the work."""
+        if self._loop.is_closed():
+            work.close()
+            raise EngineUnavailable("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise EngineUnavailable("the client was closed") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _copy_docstrings(methods: tuple[str, ...], of: type, to: type) -> None:
+    for name in methods:
+        method: Callable[..., Any] = getattr(to, name)
+        method.__doc__ = getattr(of, name).__doc__
+
+
+_copy_docstrings(
+    ("generate", "chat", "stream", "chat_stream", "encode", "decode", "info", "health", "close"),
+    of=AsyncClient,
+    to=Client,
+)

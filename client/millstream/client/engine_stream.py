@@ -1,0 +1,213 @@
+"""One multiplexed Generate stream: many requests out, one message per step in.
+
+Submissions and cancellations of one moment leave together as one message. The cost is per message,
+not per token: the loop over a step's arrays appends ids to lists and wakes only who follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+
+from millstream.client.connection import Connection
+from millstream.client.generation import Generation
+from millstream.client.naming import from_service
+from millstream.rpc.errors import (
+    Cancelled,
+    EngineFault,
+    EngineUnavailable,
+    MessageTooLarge,
+    MillstreamError,
+)
+from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
+from millstream.v1 import engine_pb2, engine_pb2_grpc
+
+_MESSAGE_BYTES = 8 * 1024 * 1024  # submissions gathered in one message; a single one may be larger
+_FRAMING_BYTES = 16  # around a submission in its message
+_OPEN_TIMEOUT_S = 10.0
+_LAST_HANDLE = 2**32 - 1
+
+Observer = Callable[[engine_pb2.GenerateResponse], None]
+
+
+class EngineStream:
+    """An open stream. When it breaks, its requests fail and a new EngineStream takes its place."""
+
+    def __init__(
+        self, call: Any, connection: Connection, engine: engine_pb2.EngineInfo, observer: Observer
+    ) -> None:
+        self.engine = engine
+        # More requests than this at once are refused as QUEUE_FULL; whoever has many waits here.
+        limits = engine.limits
+        self.places = asyncio.Semaphore(max(1, limits.max_num_seqs + limits.max_queued_requests))
+        self._limit_bytes = min(
+            limits.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_MAX_MESSAGE_BYTES
+        )
+        self._call = call
+        self._connection = connection
+        self._observer = observer
+        self._live: dict[int, Generation] = {}
+        self._last_handle = 0
+        self._submissions: list[tuple[engine_pb2.Submission, int]] = []  # with their sizes
+        self._cancellations: list[int] = []
+        self._outgoing = asyncio.Event()
+        self._error: MillstreamError | None = None
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    @classmethod
+    async def open(cls, connection: Connection, observer: Observer | None = None) -> EngineStream:
+        """Waits until the engine serves; raises EngineUnavailable. `observer` sees each message."""
+        await connection.wait_serving()
+        stub: Any = engine_pb2_grpc.EngineStub(connection.channel)
+        call = stub.Generate()
+        try:
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                first = await call.read()
+            if first is grpc.aio.EOF or not first.HasField("ready"):
+                raise EngineFault(f"the engine at {connection.target} did not say Ready")
+        except TimeoutError:
+            call.cancel()
+            raise EngineUnavailable(f"the engine at {connection.target} does not answer") from None
+        except grpc.aio.AioRpcError as error:
+            raise connection.error(error) from None
+        except BaseException:
+            call.cancel()
+            raise
+        return cls(call, connection, first.ready.engine, observer or (lambda _: None))
+
+    @property
+    def broken(self) -> bool:
+        return self._error is not None
+
+    def submit(self, submission: engine_pb2.Submission, generation: Generation) -> int:
+        """Sends a request, whose handle is set here and returned. Raises MessageTooLarge."""
+        if self._error is not None:
+            raise self._fresh_error()
+        submission.handle = self._free_handle()
+        size = submission.ByteSize() + _FRAMING_BYTES
+        if size > self._limit_bytes:
+            raise MessageTooLarge(
+                f"prompt: {len(submission.token_ids)} ids take {size} bytes; "
+                f"the engine takes messages of {self._limit_bytes}",
+                field="prompt",
+            )
+        self._live[submission.handle] = generation
+        self._submissions.append((submission, size))
+        self._outgoing.set()
+        return submission.handle
+
+    def cancel(self, handle: int) -> None:
+        if handle in self._live and self._error is None:
+            self._cancellations.append(handle)
+            self._outgoing.set()
+
+    async def close(self) -> None:
+        """Cancels what is live and ends the stream."""
+        self._break(Cancelled("the client was closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ----
+
+    def _free_handle(self) -> int:
+        handle = self._last_handle
+        while True:
+            handle = handle % _LAST_HANDLE + 1
+            if handle not in self._live:
+                self._last_handle = handle
+                return handle
+
+    async def _write(self) -> None:
+        # A failed write is the reader's news: it has the status.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._outgoing.wait()
+                await self._call.write(self._next_message())
+
+    def _next_message(self) -> engine_pb2.GenerateRequest:
+        room = min(_MESSAGE_BYTES, self._limit_bytes)
+        submissions: list[engine_pb2.Submission] = []
+        for submission, size in self._submissions:
+            room -= size
+            if submissions and room < 0:
+                break
+            submissions.append(submission)
+        message = engine_pb2.GenerateRequest(submit=submissions)
+        del self._submissions[: len(submissions)]
+        if not self._submissions:  # a cancellation never overtakes its submission
+            message.cancel.extend(self._cancellations)
+            self._cancellations.clear()
+            self._outgoing.clear()
+        return message
+
+    async def _read(self) -> None:
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                self._observer(message)
+                self._dispatch(message)
+            error: MillstreamError = EngineUnavailable(
+                f"the engine at {self._connection.target} closed the stream"
+            )
+        except grpc.aio.AioRpcError as failure:
+            error = self._connection.error(failure)
+        except asyncio.CancelledError:
+            self._break(Cancelled("the client was closed"))
+            raise
+        except Exception as failure:
+            error = EngineFault(f"cannot read the engine's message: {failure!r}")
+        self._break(error)
+
+    def _dispatch(self, message: engine_pb2.GenerateResponse) -> None:
+        live = self._live
+        for accepted in message.accepted:
+            live[accepted.handle].accept(accepted)
+        following = self._append(message.output)
+        for finished in message.finished:
+            live.pop(finished.handle).finish(finished)
+        for generation in following:
+            generation.advance()
+        for rejected in message.rejected:
+            live.pop(rejected.handle).fail(from_service(rejected.status))
+
+    def _append(self, output: engine_pb2.StepOutput) -> list[Generation]:
+        """Adds a message's tokens to their requests; returns those that act on each piece."""
+        live = self._live
+        following = []
+        token_ids = output.token_ids
+        if output.counts:
+            end = 0
+            for handle, count in zip(output.handles, output.counts, strict=True):
+                start, end = end, end + count
+                generation = live[handle]
+                generation.token_ids.extend(token_ids[start:end])
+                if generation.follow:
+                    following.append(generation)
+        else:
+            for handle, token_id in zip(output.handles, token_ids, strict=True):
+                generation = live[handle]
+                generation.token_ids.append(token_id)
+                if generation.follow:
+                    following.append(generation)
+        return following
+
+    def _break(self, error: MillstreamError) -> None:
+        """Fails every live request; the stream is of no use any more."""
+        if self._error is None:
+            self._error = error
+            self._call.cancel()
+        live, self._live = self._live, {}
+        _fail_all(live.values(), self._fresh_error)
+
+    def _fresh_error(self) -> MillstreamError:
+        assert self._error is not None
+        return type(self._error)(self._error.message, retry_after_s=self._error.retry_after_s)
+
+
+def _fail_all(generations: Iterable[Generation], error: Callable[[], MillstreamError]) -> None:
+    for generation in generations:
+        generation.fail(error())

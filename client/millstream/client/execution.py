@@ -1,0 +1,239 @@
+"""Runs jobs: encodes them in bounded batches, submits them, waits for their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from copy import copy
+from typing import Any, TypeVar
+
+from millstream.client.engine_stream import EngineStream
+from millstream.client.generation import Generation
+from millstream.client.jobs import Job
+from millstream.client.services import Services
+from millstream.client.text import TextStream
+from millstream.client.types import Output
+from millstream.rpc.errors import DeadlineExceeded, EngineUnavailable, MillstreamError, QueueFull
+from millstream.v1 import engine_pb2, tokenizer_pb2
+
+_CALL_ITEMS = 128  # in one Encode or Decode call
+_CALL_SIZE = 1024 * 1024  # characters or ids in one
+_CALLS = 4  # at once
+_RETRY_S = 0.1  # after QueueFull without a hint
+
+T = TypeVar("T")
+Outcome = Output | BaseException
+
+
+class Executor:
+    """Belongs to the event loop of its services."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._calls = asyncio.Semaphore(_CALLS)
+
+    async def run(
+        self,
+        batch: Sequence[Job | MillstreamError],
+        *,
+        one: bool,
+        return_exceptions: bool,
+        use_tqdm: bool | None,
+    ) -> Any:
+        """The outputs in order, or just the one. An exception in the batch keeps its place."""
+        if one and isinstance(batch[0], MillstreamError):
+            raise batch[0]  # before any call
+        shows = (not one and sys.stderr.isatty()) if use_tqdm is None else use_tqdm
+        outcomes: list[Outcome] = []
+        with _progress(len(batch), shows) as tick:
+            chunks = [
+                self._run_chunk(batch[chunk], tick)
+                for chunk in _chunks([_encode_size(item) for item in batch])
+            ]
+            for chunk_outcomes in await asyncio.gather(*chunks):
+                outcomes += chunk_outcomes
+        for outcome in outcomes:
+            in_place = return_exceptions and isinstance(outcome, MillstreamError)
+            if isinstance(outcome, BaseException) and not in_place:
+                raise outcome
+        return outcomes[0] if one else outcomes
+
+    async def start(self, job: Job) -> Generation:
+        """Submits one job, to be followed piece by piece."""
+        deadline = _deadline(job)
+        (encoded,) = await self._encode_jobs([job])
+        if isinstance(encoded, MillstreamError):
+            raise encoded
+        engine, text = await self._streams(job)
+        return _submit(engine, text, job, deadline, follow=True)
+
+    async def encode(
+        self, inputs: Sequence[tokenizer_pb2.EncodeInput], *, add_special_tokens: bool
+    ) -> list[engine_pb2.TokenSequence]:
+        """The token ids of any number of inputs."""
+        call = functools.partial(self._services.encode, add_special_tokens=add_special_tokens)
+        return await self._in_calls(call, inputs, [len(one.text) for one in inputs])
+
+    async def decode(
+        self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool
+    ) -> list[str]:
+        """The texts of any number of sequences."""
+        call = functools.partial(self._services.decode, skip_special_tokens=skip_special_tokens)
+        return await self._in_calls(call, sequences, [len(one) for one in sequences])
+
+    # ----
+
+    async def _run_chunk(
+        self, chunk: Sequence[Job | MillstreamError], tick: Callable[[], None]
+    ) -> list[Outcome]:
+        async def run(job: Job | MillstreamError, deadline: float | None) -> Output:
+            try:
+                if isinstance(job, MillstreamError):
+                    raise job
+                return await self._run_job(job, deadline)
+            finally:
+                tick()
+
+        deadlines = [None if isinstance(job, MillstreamError) else _deadline(job) for job in chunk]
+        encoded = await self._encode_jobs(chunk)
+        runs = map(run, encoded, deadlines)
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _run_job(self, job: Job, deadline: float | None) -> Output:
+        """Submits an encoded job, again while the queue is full, and waits for its output."""
+        engine, text = await self._streams(job)
+        await _until(deadline, engine.places.acquire())
+        try:
+            while True:
+                generation = _submit(engine, text, job, deadline, follow=bool(job.stop))
+                try:
+                    await generation.wait_done()
+                finally:
+                    generation.cancel()  # if this task was
+                try:
+                    return generation.output()
+                except QueueFull as full:
+                    await _until(deadline, asyncio.sleep(full.retry_after_s or _RETRY_S))
+        finally:
+            engine.places.release()
+
+    async def _streams(self, job: Job) -> tuple[EngineStream, TextStream | None]:
+        if job.source is None and not job.detokenize:
+            return await self._services.engine_stream(), None
+        return await self._services.both()
+
+    async def _encode_jobs(
+        self, chunk: Sequence[Job | MillstreamError]
+    ) -> Sequence[Job | MillstreamError]:
+        """Fills in the ids of a chunk's jobs; a job that cannot be encoded becomes its error."""
+        jobs = [job for job in chunk if isinstance(job, Job) and job.source is not None]
+        if not jobs:
+            return chunk
+        try:
+            async with self._calls:
+                sequences = await self._services.encode([job.source for job in jobs if job.source])
+        except MillstreamError as error:
+            if len(jobs) == 1 or isinstance(error, EngineUnavailable):
+                return [copy(error) if job in jobs else job for job in chunk]
+            # One of them is bad: find out which.
+            return [(await self._encode_jobs([job]))[0] for job in chunk]
+        for job, sequence in zip(jobs, sequences, strict=True):
+            job.submission.token_ids.extend(sequence.token_ids)
+        return chunk
+
+    async def _in_calls(
+        self,
+        call: Callable[[Sequence[Any]], Awaitable[Sequence[T]]],
+        items: Sequence[Any],
+        sizes: Sequence[int],
+    ) -> list[T]:
+        async def one(chunk: slice) -> Sequence[T]:
+            async with self._calls:
+                return await call(items[chunk])
+
+        parts = await asyncio.gather(*map(one, _chunks(sizes)))
+        return [item for part in parts for item in part]
+
+
+def _submit(
+    engine: EngineStream, text: TextStream | None, job: Job, deadline: float | None, *, follow: bool
+) -> Generation:
+    submission = job.submission
+    if deadline is not None:
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"timeout_s: {job.timeout_s:g} s passed before it could start")
+        submission.timeout_ms = max(1, round(left_s * 1000))
+    generation = Generation(
+        prompt_token_ids=submission.token_ids, follow=follow, include_stop=job.include_stop
+    )
+    session = None
+    if text is not None and job.detokenize:
+        session = text.open(
+            generation,
+            stop=job.stop,
+            min_tokens=job.min_tokens,
+            include_stop=job.include_stop,
+            skip_special_tokens=job.skip_special_tokens,
+        )
+    try:
+        handle = engine.submit(submission, generation)
+    except MillstreamError:
+        if session is not None:
+            session.discard()
+        raise
+    generation.bind(cancel=functools.partial(engine.cancel, handle), text=session)
+    return generation
+
+
+def _deadline(job: Job) -> float | None:
+    if job.timeout_s is None:
+        return None
+    return asyncio.get_running_loop().time() + job.timeout_s
+
+
+async def _until(deadline: float | None, waiting: Awaitable[Any]) -> None:
+    try:
+        async with asyncio.timeout_at(deadline):
+            await waiting
+    except TimeoutError:
+        raise DeadlineExceeded("timeout_s: it passed before the engine had room") from None
+
+
+def _encode_size(item: Job | MillstreamError) -> int:
+    """Bytes to encode; 0 for a prompt of token ids."""
+    if isinstance(item, MillstreamError) or item.source is None:
+        return 0
+    return item.source.ByteSize()
+
+
+def _chunks(sizes: Sequence[int]) -> Iterator[slice]:
+    """Cuts so that each chunk has few items of a size above 0, and little of it in all."""
+    start = count = total = 0
+    for i, size in enumerate(sizes):
+        if count and size and (count == _CALL_ITEMS or total + size > _CALL_SIZE):
+            yield slice(start, i)
+            start, count, total = i, 0, 0
+        count += size > 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
+
+
+@contextlib.contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A function to call once per prompt done."""
+    if not shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="prompts", unit="prompt", file=sys.stderr) as bar:
+
+        def tick() -> None:
+            bar.update()
+
+        yield tick

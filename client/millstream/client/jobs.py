@@ -1,0 +1,250 @@
+"""What the user asks for, checked and turned into protobuf, before any call is made.
+
+A job is one prompt with its parameters. In a list a bad prompt does not spoil the others: its place
+holds the exception.
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+from millstream.rpc.errors import InvalidArgument, MillstreamError
+from millstream.rpc.sampling_params import SamplingParams, to_proto
+from millstream.v1 import engine_pb2, tokenizer_pb2
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]  # "role", "content", and what the chat template knows besides
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keywords of generate, stream, chat and chat_stream."""
+
+    detokenize: bool  # default True; False: token ids only, text stays ""
+    timeout_s: float | None  # ends the request with DeadlineExceeded, queueing included
+    cache_salt: str  # prefix-cache blocks are shared only between equal salts
+    request_id: str | Sequence[str]  # for logs; one per prompt
+
+
+class ChatOptions(RequestOptions, total=False):
+    """Further keywords of chat and chat_stream."""
+
+    add_generation_prompt: bool  # default True, False with continue_final_message
+    continue_final_message: bool  # go on with the last message
+    template: str  # one of the model's named templates
+    tools: Sequence[Mapping[str, Any]]  # tool definitions for the template
+    template_variables: Mapping[str, Any]
+    plain_content: bool  # a special token's text inside a message is just text
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One prompt. `submission.token_ids` are empty until `source`, if there is one, is encoded."""
+
+    source: tokenizer_pb2.EncodeInput | None
+    submission: engine_pb2.Submission
+    detokenize: bool
+    timeout_s: float | None
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+
+    @property
+    def min_tokens(self) -> int:
+        return self.submission.sampling.min_tokens
+
+
+def is_one_prompt(prompt: object) -> bool:
+    """Whether it is a text or a flat list of ids, not a list of prompts."""
+    return isinstance(prompt, str) or (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], numbers.Integral)
+    )
+
+
+def is_one_chat(messages: object) -> bool:
+    """Whether it is one conversation, not a list of them."""
+    return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+
+
+def prompt_job(
+    prompt: object, params: SamplingParams | None, options: RequestOptions, request_id: str = ""
+) -> Job:
+    """Raises InvalidArgument or Unsupported naming the bad argument."""
+    source: tokenizer_pb2.EncodeInput | None = None
+    token_ids: Sequence[int] = ()
+    if isinstance(prompt, str):
+        source = tokenizer_pb2.EncodeInput(text=check_text("prompt", prompt))
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        token_ids = check_ids("prompt", prompt)
+    else:
+        raise InvalidArgument(
+            "prompt: a string, a list of token ids, or a list of those, "
+            f"not {type(prompt).__name__}",
+            field="prompt",
+        )
+    return _job(source, token_ids, params, options, request_id)
+
+
+def chat_job(
+    messages: object, params: SamplingParams | None, options: ChatOptions, request_id: str = ""
+) -> Job:
+    """Raises InvalidArgument or Unsupported naming the bad argument."""
+    if not isinstance(messages, Sequence) or not messages:
+        raise InvalidArgument("messages: a non-empty list of messages", field="messages")
+    chat = tokenizer_pb2.Chat(
+        messages=[_message(i, message) for i, message in enumerate(messages)],
+        add_generation_prompt=options.get("add_generation_prompt"),
+        continue_final_message=options.get("continue_final_message"),
+        template=check_text("template", options.get("template", "")),
+        tools_json=_json("tools", options.get("tools")),
+        variables_json=_json("template_variables", options.get("template_variables")),
+        plain_content=options.get("plain_content"),
+    )
+    return _job(tokenizer_pb2.EncodeInput(chat=chat), (), params, options, request_id)
+
+
+def jobs_of(
+    make: Any,
+    items: Any,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    options: RequestOptions,
+) -> list[Job | MillstreamError]:
+    """A job for each prompt or chat, or why there is none. `make` is prompt_job or chat_job."""
+    if not isinstance(items, Sequence):
+        items = [items]
+    all_params = _each("sampling_params", params, len(items), (SamplingParams, type(None)))
+    ids = _each("request_id", options.get("request_id", ""), len(items), str)
+    jobs: list[Job | MillstreamError] = []
+    for i, (item, one_params, request_id) in enumerate(zip(items, all_params, ids, strict=True)):
+        try:
+            jobs.append(make(item, one_params, options, request_id))
+        except MillstreamError as error:
+            error.add_note(f"prompt number {i}")
+            jobs.append(error)
+    return jobs
+
+
+def check_options(options: Mapping[str, Any], known: type) -> None:
+    """Raises TypeError for a keyword that the TypedDict `known` does not have."""
+    for name in options:
+        if name not in known.__annotations__:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+
+
+def check_text(name: str, text: object) -> str:
+    """The text, if protobuf can carry it; else InvalidArgument (a ValueError)."""
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{name}: a string, not {type(text).__name__}", field=name)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name}: character {error.start} is a lone surrogate, which no UTF-8 text can have",
+            field=name,
+        ) from None
+    return text
+
+
+def check_ids(name: str, token_ids: Sequence[Any]) -> Sequence[int]:
+    """The ids, if protobuf can carry them; else InvalidArgument naming the position."""
+    for i, token_id in enumerate(token_ids):
+        if type(token_id) is int and 0 <= token_id < 2**32:
+            continue
+        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
+            wanted = "a token id"
+        elif not 0 <= int(token_id) < 2**32:
+            wanted = "a token id of 0 or more, below 2**32"
+        else:
+            continue
+        raise InvalidArgument(f"{name}[{i}]: {wanted}, not {token_id!r}", field=name)
+    return token_ids
+
+
+# ----
+
+
+def _job(
+    source: tokenizer_pb2.EncodeInput | None,
+    token_ids: Sequence[int],
+    params: SamplingParams | None,
+    options: RequestOptions,
+    request_id: str,
+) -> Job:
+    params = params or SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgument(
+            f"sampling_params: SamplingParams, not {type(params).__name__}", field="sampling_params"
+        )
+    stop = tuple(check_text("stop", text) for text in params.stop_strings)
+    detokenize = _flag("detokenize", options.get("detokenize", True))
+    if stop and not detokenize:
+        raise InvalidArgument("stop: stop strings need detokenize=True", field="stop")
+    return Job(
+        source=source,
+        submission=engine_pb2.Submission(
+            token_ids=token_ids,
+            sampling=to_proto(params),
+            request_id=check_text("request_id", request_id),
+            cache_salt=check_text("cache_salt", options.get("cache_salt", "")),
+        ),
+        detokenize=detokenize,
+        timeout_s=_timeout(options.get("timeout_s")),
+        stop=stop,
+        include_stop=_flag("include_stop", params.include_stop),
+        skip_special_tokens=_flag("skip_special_tokens", params.skip_special_tokens),
+    )
+
+
+def _message(index: int, message: object) -> tokenizer_pb2.ChatMessage:
+    name = f"messages[{index}]"
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise InvalidArgument(f'{name}: a dict with "role" and "content"', field="messages")
+    extra = {k: v for k, v in message.items() if k not in ("role", "content")}
+    content = message.get("content")
+    return tokenizer_pb2.ChatMessage(
+        role=check_text(f"{name}.role", message["role"]),
+        content=check_text(f"{name}.content", "" if content is None else content),
+        extra_json=_json(name, extra),
+    )
+
+
+def _json(name: str, value: object) -> str:
+    if not value:
+        return ""
+    try:
+        return check_text(name, json.dumps(value, allow_nan=False, ensure_ascii=False))
+    except InvalidArgument:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name}: not JSON: {error}", field=name) from None
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name}: True or False, not {value!r}", field=name)
+    return value
+
+
+def _timeout(timeout_s: object) -> float | None:
+    if timeout_s is None:
+        return None
+    number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not number or not 0 < float(cast(float, timeout_s)) <= 2**32 / 1000 - 1:
+        raise InvalidArgument(
+            f"timeout_s: seconds above 0 and below 4 million, not {timeout_s!r}", field="timeout_s"
+        )
+    return float(cast(float, timeout_s))
+
+
+def _each(name: str, value: Any, count: int, kind: Any) -> Sequence[Any]:
+    """One value for all, or one for each."""
+    if isinstance(value, kind):
+        return [value] * count
+    if isinstance(value, Sequence):
+        if len(value) == count:
+            return value
+        raise InvalidArgument(f"{name}: {len(value)} for {count} prompts", field=name)
+    raise InvalidArgument(f"{name}: not {type(value).__name__}", field=name)

@@ -1,0 +1,136 @@
+"""launch(): both services as subprocesses, a client for them, and their end, in one `with`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+from millstream.client.aio import AsyncClient
+from millstream.client.client import Client
+from millstream.client.engine_stream import Observer
+from millstream.client.processes import LaunchError, ServiceProcesses
+
+_SERVER_FLAGS = {"drain_timeout_s": 5.0, "max_message_bytes": 0}  # both services have these
+_NO_MODEL_FILES = {"load_format": "dummy", "runner": "instant"}
+
+
+@contextlib.contextmanager
+def launch(
+    model: str | None = None,
+    *,
+    tokenizer: bool = True,
+    log_level: str | None = None,
+    timeout_s: float | None = None,
+    observer: Observer | None = None,
+    **engine_flags: Any,
+) -> Iterator[Client]:
+    """Starts the services on free loopback ports, yields a Client, and stops both at the end.
+
+    `model`: a folder or Hugging Face id; None: the embedded default model. `engine_flags`: flags of
+    `millstream-engine` with underscores (max_num_seqs=64, prefix_caching=False). `log_level`: show
+    the services' logs from that level on; None: show nothing. `timeout_s`: for the start. Raises
+    LaunchError with the service's own reason, TypeError for an unknown flag.
+    """
+    with ServiceProcesses() as processes:
+        engine, text = _start(processes, model, tokenizer, log_level, timeout_s, engine_flags)
+        with Client(engine, text, observer=observer) as client:
+            yield client
+
+
+@contextlib.asynccontextmanager
+async def alaunch(
+    model: str | None = None,
+    *,
+    tokenizer: bool = True,
+    log_level: str | None = None,
+    timeout_s: float | None = None,
+    observer: Observer | None = None,
+    **engine_flags: Any,
+) -> AsyncIterator[AsyncClient]:
+    """`launch` for asyncio; yields an AsyncClient."""
+    processes = ServiceProcesses()
+    try:
+        engine, text = await asyncio.to_thread(
+            _start, processes, model, tokenizer, log_level, timeout_s, engine_flags
+        )
+        async with AsyncClient(engine, text, observer=observer) as client:
+            yield client
+    finally:
+        await asyncio.to_thread(processes.stop)
+
+
+def prefetch(model: str | None, engine_flags: Mapping[str, Any]) -> None:
+    """Obtains the model's files, with their progress on stderr, before two services want them.
+
+    Raises LaunchError.
+    """
+    if any(engine_flags.get(name) == value for name, value in _NO_MODEL_FILES.items()):
+        return
+    hub: Any = import_service("millstream.hub")
+    try:
+        hub.resolve(model)
+    except hub.HubError as error:
+        raise LaunchError(str(error)) from None
+
+
+def import_service(module: str) -> Any:
+    """A module of the services, which the bare client can do without. Raises LaunchError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise LaunchError(
+            f"this needs {error.name}, which the bare client does without: "
+            "pip install 'millstream[engine,tokenizer]'"
+        ) from None
+
+
+def engine_arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Keywords as flags of millstream-engine; None is left out. Raises TypeError."""
+    fields = dataclasses.fields(import_service("millstream.engine.config").EngineConfig)
+    defaults = {**{field.name: field.default for field in fields}, **_SERVER_FLAGS}
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if name not in defaults:
+            raise TypeError(
+                f"unexpected keyword {name!r}: the keywords are the flags of millstream-engine "
+                f"with underscores: {', '.join(sorted(defaults))}"
+            )
+        flag = "--" + name.replace("_", "-")
+        if isinstance(defaults[name], bool):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: True or False, not {value!r}")
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif value is not None:
+            arguments.append(f"{flag}={value}")
+    return arguments
+
+
+def tokenizer_arguments(model: str | None, flags: Mapping[str, Any]) -> list[str]:
+    """What the tokenizer service takes of it."""
+    shared = {name: flags[name] for name in _SERVER_FLAGS if name in flags}
+    return engine_arguments({"model": model, **shared})
+
+
+def _start(
+    processes: ServiceProcesses,
+    model: str | None,
+    tokenizer: bool,
+    log_level: str | None,
+    timeout_s: float | None,
+    engine_flags: Mapping[str, Any],
+) -> tuple[str, str | None]:
+    """Returns the targets of the engine and the tokenizer."""
+    arguments = engine_arguments({"model": model, **engine_flags})
+    prefetch(model, engine_flags)
+    common = ["--host", "127.0.0.1", "--port", "0", "--log-level", log_level or "warning"]
+    quiet = log_level is None
+    engine = processes.start("engine", [*arguments, *common], quiet=quiet)
+    if tokenizer:
+        arguments = tokenizer_arguments(model, engine_flags)
+        text = processes.start("tokenizer", [*arguments, *common], quiet=quiet)
+    processes.wait_serving(timeout_s)
+    return f"127.0.0.1:{engine.port}", f"127.0.0.1:{text.port}" if tokenizer else None
