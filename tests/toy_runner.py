@@ -1,8 +1,9 @@
 """ToyRunner: a Runner whose "model" makes any loss, duplication or wrong reuse of KV visible.
 
-Its paged KV stores (position, token id) where a real one stores K and V. The next token is a
-function of the whole prefix as it is read back through the block table, and of the seed. A plan is
-carried out when it is collected, as a device would that lags behind the host.
+Where a real one stores K and V, its paged KV stores the position, the token id and a checksum of
+the whole prefix, made from the entry before. The next token is a function of the prefix as it is
+read back through the block table, and of the seed. A plan is carried out when it is collected, as
+by a device that lags behind the host.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from millstream.engine.config import EngineConfig
 from millstream.engine.plan import Plan, RunnerInfo, SlotStart, StepResult
@@ -43,7 +45,7 @@ def toy_info(
 
 
 def toy_request(
-    key: int, token_ids: list[int], *, cache_salt: str = "", **sampling: object
+    key: int, token_ids: list[int], *, cache_salt: str = "", **sampling: Any
 ) -> Request:
     sampling.setdefault("max_tokens", 8)
     return Request(
@@ -77,6 +79,17 @@ def reference(request: Request, info: RunnerInfo) -> tuple[list[int], FinishReas
             return token_ids[prompt_len:], FinishReason.LENGTH
 
 
+def _checksum(before: int, token_id: int) -> int:
+    return zlib.crc32(array("I", [before, token_id]).tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    position: int
+    token_id: int
+    checksum: int  # of the prefix that ends here
+
+
 @dataclass(slots=True)
 class _Slot:
     start: SlotStart
@@ -95,7 +108,7 @@ class ToyRunner:
         self.closed = False
         self._launched: deque[Plan] = deque()
         self._slots: list[_Slot | None] = [None] * info.max_num_seqs
-        self._kv: list[list[tuple[int, int] | None]] = [
+        self._kv: list[list[_Entry | None]] = [
             [None] * info.block_size for _ in range(info.num_blocks + 1)
         ]
 
@@ -153,17 +166,24 @@ class ToyRunner:
         index, offset = divmod(position, self.info.block_size)
         block_id = slot.block_ids[index]
         assert 1 <= block_id <= self.info.num_blocks
-        self._kv[block_id][offset] = (position, token_id)
+        before = self._read(slot, position - 1).checksum if position else 0
+        self._kv[block_id][offset] = _Entry(position, token_id, _checksum(before, token_id))
         slot.num_computed += 1
 
+    def _read(self, slot: _Slot, position: int) -> _Entry:
+        index, offset = divmod(position, self.info.block_size)
+        entry = self._kv[slot.block_ids[index]][offset]
+        assert entry is not None, f"position {position} was never written"
+        assert entry.position == position, f"read KV of position {entry.position} at {position}"
+        return entry
+
     def _sample(self, slot: _Slot) -> int:
-        prefix = []
+        prefix, checksum = [], 0
         for position in range(slot.num_computed):
-            index, offset = divmod(position, self.info.block_size)
-            entry = self._kv[slot.block_ids[index]][offset]
-            assert entry is not None, f"position {position} was never written"
-            assert entry[0] == position, f"read KV of position {entry[0]} at {position}"
-            prefix.append(entry[1])
+            entry = self._read(slot, position)
+            checksum = _checksum(checksum, entry.token_id)
+            assert entry.checksum == checksum, f"KV at {position} belongs to another prefix"
+            prefix.append(entry.token_id)
         start = slot.start
         banned = start.banned_token_ids if slot.num_computed < start.min_position else ()
         return next_token(prefix, start.sampling.seed, self.info.vocab_size, banned)

@@ -1,6 +1,7 @@
 """EngineCore's loop, and the runner that answers at once."""
 
 import itertools
+from typing import Any
 
 import pytest
 from tests.toy_runner import ToyRunner, reference, toy_info, toy_request
@@ -12,7 +13,7 @@ from millstream.engine.records import FinishedRecord
 from millstream.engine.request import FinishReason
 
 
-def make_core(max_in_flight: int = 2, **info: int) -> tuple[EngineCore, ToyRunner]:
+def make_core(max_in_flight: int = 2, **info: Any) -> tuple[EngineCore, ToyRunner]:
     runner = ToyRunner(toy_info(max_in_flight=max_in_flight, **info))
     clock = itertools.count(1.0)
     return EngineCore(runner, prefix_caching=True, clock=lambda: next(clock)), runner

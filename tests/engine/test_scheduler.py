@@ -74,7 +74,8 @@ class Engine:
 
 @pytest.fixture(params=[1, 2], ids=["serial", "ahead"])
 def in_flight(request: pytest.FixtureRequest) -> int:
-    return request.param
+    depth: int = request.param
+    return depth
 
 
 # ---- what fits

@@ -54,9 +54,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []
         self._decode_slots: tuple[int, ...] = ()
         self._decoding_left = False  # some of _decoding are no longer running
-        # No more sequences than tokens in a step, so that decodes and a chunk always fit in one.
-        self._max_running = min(info.max_num_seqs, info.max_num_batched_tokens)
-        self._free_slots = list(range(self._max_running - 1, -1, -1))
+        self._free_slots = list(reversed(range(info.max_num_seqs)))
         # Kept free at admission, so that a newcomer is not preempted at once.
         self._spare_blocks = info.num_blocks // 100
         self._launched: deque[_Launched] = deque()
@@ -125,6 +123,7 @@ class Scheduler:
         starts: list[SlotStart] = []
         chunks: list[Chunk] = []
         sampled: list[Sequence] = []
+        # Never below 0: a sequence is admitted, and so begins to decode, only with budget to spare.
         budget = self.info.max_num_batched_tokens - len(decoding)
         while budget > 0 and (next_up := self._prefilling or self._admit(starts, now)):
             chunk = self._next_chunk(next_up, budget)
@@ -307,7 +306,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
-        return self._max_running - len(self._free_slots)
+        return self.info.max_num_seqs - len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -344,7 +343,8 @@ class Scheduler:
         if self._prefilling is not None:
             running.append(self._prefilling)
         slots = [item.slot for item in running]
-        assert sorted(slots + self._free_slots) == list(range(self._max_running)), "slots leak"
+        assert sorted(slots + self._free_slots) == list(range(self.info.max_num_seqs)), "slots leak"
+        assert len(running) <= self.info.max_num_batched_tokens, "decodes do not fit in a step"
         self._pool.check_invariants([item.block_ids for item in running])
         for key, sequence in self._sequences.items():
             sequence.check_invariants(self.info.block_size)
