@@ -27,7 +27,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = runner.info
-        self.scheduler = Scheduler(runner.info, prefix_caching)
+        self.scheduler = Scheduler(runner.info, prefix_caching and runner.info.prefix_sharing)
         self._runner = runner
         self._clock = clock
         self._finished: list[FinishedRecord] = []  # between steps; told with the next one

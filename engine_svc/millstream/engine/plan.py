@@ -86,6 +86,8 @@ class RunnerInfo:
     block_size: int  # tokens a KV block
     num_blocks: int  # usable blocks: ids 1..num_blocks; block 0 is the runner's scratch
     max_in_flight: int = 1  # plans launched and not yet collected; 2 is one step ahead
+    # False: the KV of equal prefixes may differ between prompts (dynamic RoPE), so no prefix cache.
+    prefix_sharing: bool = True
 
 
 class Runner(Protocol):
