@@ -1,0 +1,157 @@
+"""What the machine has, and the settings that follow from it, the model and the config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from millstream.engine.config import DEVICES, DTYPES, EngineConfig
+from millstream.engine.model_config import ModelConfig
+
+_GIB = 1 << 30
+_LARGE_GPU_BYTES = 70 * _GIB
+_CPU_KV_BYTES = 4 * _GIB
+_CPU_KV_SHARE = 0.4  # of the memory that is available
+# A pool that holds so many sequences of full length at once is large enough, also as prefix cache.
+_ENOUGH_SEQUENCES = 256
+
+
+class LoadError(ValueError):
+    """The engine cannot start: one clear line that names the setting or the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Where a model can run."""
+
+    device: torch.device
+    total_memory_bytes: int  # of the GPU, or of the machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """The settings that were left open in EngineConfig, decided."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    # Positions that the model is built for; the KV cache may hold fewer.
+    max_model_len: int
+    block_size: int
+    max_in_flight: int  # steps launched and not collected
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def detect(device: str) -> Hardware:
+    """The hardware that `device` (auto, cpu or cuda) names. Raises LoadError if it is not there."""
+    if device not in DEVICES:
+        raise LoadError(f"device: one of {', '.join(DEVICES)}, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LoadError("device: cuda, but torch finds no CUDA device")
+    if device == "cpu" or not torch.cuda.is_available():
+        return Hardware(device=torch.device("cpu"), total_memory_bytes=_memory_bytes("MemTotal"))
+    index = torch.cuda.current_device()
+    return Hardware(
+        device=torch.device("cuda", index),
+        total_memory_bytes=torch.cuda.get_device_properties(index).total_memory,
+    )
+
+
+def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> ResolvedConfig:
+    """Every open setting, decided; pure. Raises LoadError for values out of range."""
+    _check(config)
+    on_gpu = hardware.device.type == "cuda"
+    large = on_gpu and hardware.total_memory_bytes >= _LARGE_GPU_BYTES
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = (model.dtype or "bfloat16") if on_gpu else "float32"
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise LoadError(
+            f"max_model_len: the model has {model.max_position} positions, "
+            f"so {max_model_len} is too long"
+        )
+    return ResolvedConfig(
+        device=hardware.device,
+        dtype=getattr(torch, dtype),
+        max_num_seqs=config.max_num_seqs or (1024 if large else 256),
+        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if on_gpu else 2048),
+        max_model_len=max_model_len,
+        block_size=config.block_size or (64 if on_gpu else 16),
+        max_in_flight=2 if on_gpu else 1,
+    )
+
+
+def _check(config: EngineConfig) -> None:
+    if config.dtype not in DTYPES:
+        raise LoadError(f"dtype: one of {', '.join(DTYPES)}, not {config.dtype!r}")
+    for name, least in (
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_model_len", 2),
+        ("block_size", 1),
+        ("kv_cache_bytes", 1),
+        ("threads", 1),
+    ):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise LoadError(f"{name}: at least {least}, not {value}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise LoadError(
+            f"gpu_memory_utilization: above 0 to 1, not {config.gpu_memory_utilization}"
+        )
+
+
+def num_kv_blocks(resolved: ResolvedConfig, *, kv_bytes: int, block_bytes: int) -> int:
+    """Blocks in so much memory, but no more than are of use. Raises LoadError if there is none."""
+    sequences = max(resolved.max_num_seqs, _ENOUGH_SEQUENCES)
+    useful = sequences * math.ceil(resolved.max_model_len / resolved.block_size)
+    blocks = min(kv_bytes // block_bytes, useful)
+    if blocks < 1:
+        raise LoadError(
+            f"no room for a KV cache: a block of {resolved.block_size} tokens takes {block_bytes} "
+            f"bytes, and there are {max(kv_bytes, 0)} (kv_cache_bytes, gpu_memory_utilization)"
+        )
+    return blocks
+
+
+def cpu_kv_bytes() -> int:
+    """The KV cache's share of the memory that is available now."""
+    return min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * _memory_bytes("MemAvailable")))
+
+
+def gpu_kv_bytes(device: torch.device, *, utilization: float, workspace_bytes: int) -> int:
+    """What `utilization` of the GPU leaves beside what is in use now and a step's workspace."""
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    used_bytes = total_bytes - free_bytes  # by other processes too
+    return int(total_bytes * utilization) - used_bytes - workspace_bytes
+
+
+def _memory_bytes(field: str) -> int:
+    """MemTotal or MemAvailable of /proc/meminfo, within the control group's limit."""
+    amounts = []
+    for line in _lines("/proc/meminfo"):
+        name, _, rest = line.partition(":")
+        if name == field:
+            amounts.append(int(rest.split()[0]) * 1024)
+    limit = " ".join(_lines("/sys/fs/cgroup/memory.max"))
+    if limit.isdigit():
+        used = " ".join(_lines("/sys/fs/cgroup/memory.current"))
+        counted = int(used) if field == "MemAvailable" and used.isdigit() else 0
+        amounts.append(max(int(limit) - counted, 0))
+    return min(amounts, default=_CPU_KV_BYTES)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,236 @@
+"""LLM: the engine in this process, for tests, benchmarks and notebooks; nano-vllm's surface.
+
+The same validation, EngineCore and ModelRunner as behind gRPC: there is no second path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm.auto import tqdm
+
+from millstream.engine.config import EngineConfig
+from millstream.engine.core import EngineCore
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.records import FinishedRecord, Stats
+from millstream.engine.request import FinishReason, Request
+from millstream.engine.runner import ModelRunner
+from millstream.engine.shapes import named_shape
+from millstream.engine.validation import to_request
+from millstream.rpc.errors import EngineFault, Unsupported
+from millstream.rpc.sampling_params import SamplingParams, to_proto
+from millstream.v1 import engine_pb2
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model and its engine core. One thread only may use it."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        """Loads a model: a folder, a Hugging Face id, or None for the embedded default model.
+
+        Options are the fields of EngineConfig; with load_format="dummy" a shape's name
+        ("qwen3-0.6b") will do as the model. Raises TypeError for an unknown option, and a
+        ValueError or OSError with one clear line when the model cannot be loaded.
+        """
+        config = _config(None if model is None else str(model), options)
+        self._model_dir = _model_dir(config)
+        self._core = EngineCore(
+            ModelRunner(config, self._model_dir),
+            prefix_caching=config.prefix_caching,
+            clock=time.monotonic,
+        )
+        self._keys = itertools.count()
+        self._outputs: dict[int, list[int]] = {}  # of requests that have not ended
+        self._tokenizer: Any = None
+
+    # ---- one step at a time
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queues a request and returns the key that step() names it by.
+
+        Raises what validation.to_request does, for a bad value or field.
+        """
+        return self._submit(self._request(prompt, sampling_params))
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Runs one step: (key, token ids) of every request that ended, and the tokens sampled.
+
+        Raises EngineFault when a request ended for a fault.
+        """
+        finished, num_tokens = self._step()
+        return [(record.key, token_ids) for record, token_ids in finished], num_tokens
+
+    def is_finished(self) -> bool:
+        return not self._core.has_work
+
+    # ---- many requests to their end
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Runs prompts (texts or token ids) to their end: {"text", "token_ids"} of each, in order.
+
+        One SamplingParams serves all prompts, a list has one for each. A flat list of ints is one
+        prompt. "text" is "" when the model folder has no tokenizer. All prompts are checked before
+        the first is run.
+        """
+        if not self.is_finished():
+            raise RuntimeError("generate: requests are pending; step() until is_finished() first")
+        inputs = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(inputs))
+        requests = [self._request(*each) for each in zip(inputs, params, strict=True)]
+        keys = [self._submit(request) for request in requests]
+        results: dict[int, list[int]] = {}
+        try:
+            with tqdm(total=len(keys), desc="generating", disable=not use_tqdm) as progress:
+                while not self.is_finished():
+                    finished, _ = self._step()
+                    results.update((record.key, token_ids) for record, token_ids in finished)
+                    progress.update(len(finished))
+        except BaseException:  # Ctrl-C too: the next call finds an idle engine
+            self._cancel_all()
+            raise
+        return [
+            {"text": self._decode(results[key], each), "token_ids": results[key]}
+            for key, each in zip(keys, params, strict=True)
+        ]
+
+    @property
+    def info(self) -> RunnerInfo:
+        """The limits of the loaded model."""
+        return self._core.info
+
+    def stats(self) -> Stats:
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Frees the model and the KV cache. Nothing may be called afterwards."""
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _request(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Request:
+        params = sampling_params or SamplingParams()
+        if params.stop_strings:
+            raise Unsupported(
+                "stop: stop strings are matched by the client; LLM takes stop_token_ids",
+                field="stop",
+            )
+        submission = engine_pb2.Submission(
+            token_ids=self._encode(prompt) if isinstance(prompt, str) else prompt,
+            sampling=to_proto(params),
+        )
+        return to_request(
+            submission,
+            key=next(self._keys),
+            info=self.info,
+            random_seed=secrets.randbits(64),
+        )
+
+    def _submit(self, request: Request) -> int:
+        self._outputs[request.key] = []
+        self._core.submit(request)
+        return request.key
+
+    def _step(self) -> tuple[list[tuple[FinishedRecord, list[int]]], int]:
+        record = self._core.step()
+        for key, token_id in zip(record.keys, record.token_ids, strict=True):
+            self._outputs[key].append(token_id)
+        finished = [(ended, self._outputs.pop(ended.key)) for ended in record.finished]
+        for ended, _ in finished:
+            if ended.reason == FinishReason.ERROR:
+                raise EngineFault(ended.message)
+        return finished, len(record.token_ids)
+
+    def _cancel_all(self) -> None:
+        self._core.finish(list(self._outputs), FinishReason.CANCELLED)
+        while self._core.has_work:
+            self._core.step()
+        self._outputs.clear()
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._load_tokenizer().encode(text)
+        return token_ids
+
+    def _decode(self, token_ids: list[int], params: SamplingParams) -> str:
+        if not self._has_tokenizer():
+            return ""
+        text: str = self._load_tokenizer().decode(
+            token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        return text
+
+    def _has_tokenizer(self) -> bool:
+        from millstream import hub
+
+        return self._model_dir is not None and hub.has_tokenizer(self._model_dir)
+
+    def _load_tokenizer(self) -> Any:
+        """transformers' tokenizer of the model; loaded when text is first needed."""
+        if self._tokenizer is None:
+            if not self._has_tokenizer():
+                raise Unsupported("prompt: this model has no tokenizer; give token ids, not text")
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
+        return self._tokenizer
+
+
+def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in options:
+        if name not in known or name == "model":
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"LLM() has no option {name!r}{hint}")
+    return EngineConfig(model=model, **options)
+
+
+def _model_dir(config: EngineConfig) -> Path | None:
+    if config.load_format == "dummy" and config.model and named_shape(config.model):
+        return None
+    from millstream import hub
+
+    return hub.resolve(config.model)
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"sampling_params: one, or one a prompt ({count}), not {len(params)}")
+    return list(params)
