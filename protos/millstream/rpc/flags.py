@@ -1,0 +1,65 @@
+"""The flags that every service has, and how their values are checked and shown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from millstream.rpc.logs import LEVELS
+from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
+from millstream.rpc.server import ServerConfig
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default, unless the text tells what happens without the flag."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        unset = action.default is None or "default:" in (action.help or "")
+        return action.help if unset else super()._get_help_string(action)
+
+
+def number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
+    """A flag's type: a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"from {low} to {high}, not {text}")
+        return value
+
+    parse.__name__ = "number"  # argparse names it when `kind` refuses the text
+    return parse
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, *, default_port: int) -> None:
+    """Adds the flags of ServerConfig, and --log-level."""
+    service = parser.add_argument_group("service")
+    service.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    service.add_argument(
+        "--port", type=number(int, 0, 65535), default=default_port, help="0: any free port"
+    )
+    service.add_argument(
+        "--drain-timeout-s",
+        type=number(float, 0, 86400),
+        default=5.0,
+        help="how long running requests may go on after a signal to stop",
+    )
+    service.add_argument(
+        "--max-message-bytes",
+        type=number(int, 1 << 16, 1 << 30),
+        default=DEFAULT_MAX_MESSAGE_BYTES,
+        help="largest gRPC message, both ways",
+    )
+    service.add_argument("--log-level", choices=LEVELS, default="info", help="to stderr")
+    service.add_argument("--control-fd", type=int, help=argparse.SUPPRESS)
+
+
+def server_config(arguments: argparse.Namespace) -> ServerConfig:
+    """What the flags of add_server_arguments say."""
+    return ServerConfig(
+        host=arguments.host,
+        port=arguments.port,
+        drain_timeout_s=arguments.drain_timeout_s,
+        max_message_bytes=arguments.max_message_bytes,
+        control_fd=arguments.control_fd,
+    )

@@ -1,0 +1,156 @@
+"""A model's tokenizer: texts to ids and back. Safe to use from many threads.
+
+transformers loads the folder and knows its chat template; all the work is done by the `tokenizers`
+library, on copies that nobody changes after `load`. Its calls release the GIL.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from millstream import hub
+from millstream.tokenizer.chat import ChatRenderer, Segment
+from millstream.tokenizer.detokenizer import (
+    PieceDecoder,
+    Pieces,
+    TextDecoder,
+    UnknownTokenId,
+    WindowDecoder,
+)
+from millstream.tokenizer.pieces import build_pieces, without
+
+
+class TokenizerLoadError(Exception):
+    """The folder has no tokenizer that can be used; one line for people."""
+
+
+class Codec:
+    """Encodes and decodes with one tokenizer; `chat` renders its chat template."""
+
+    def __init__(self, tokenizer: Any, *, id_limit: int = 0) -> None:
+        """tokenizer: a transformers tokenizer with a `tokenizers` backend.
+
+        id_limit: rows of the model's embedding, if known. Ids below it that name no token are
+        padding of the embedding; they are legal and have no text.
+        """
+        self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.chat = ChatRenderer(tokenizer)
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = len(vocab)
+        self._id_limit = max(id_limit, 1 + max(vocab.values()))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._pieces: dict[bool, Pieces] = {}  # by skip_special_tokens
+        pieces = build_pieces(self._tokenizer, id_limit=self._id_limit)
+        if pieces is not None:
+            self._pieces = {False: pieces, True: without(pieces, self._special_ids)}
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Codec:
+        """Raises TokenizerLoadError."""
+        from transformers import AutoTokenizer
+
+        if not hub.has_tokenizer(model_dir):
+            raise TokenizerLoadError(f"{model_dir} has no tokenizer files")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        except Exception as error:  # transformers raises whatever the folder's files provoke
+            reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+            raise TokenizerLoadError(
+                f"cannot load the tokenizer in {model_dir}: {reason}"
+            ) from error
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise TokenizerLoadError(f"{model_dir} has no fast tokenizer (tokenizer.json)")
+        return cls(tokenizer, id_limit=_embedding_rows(model_dir))
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
+        """Ids of the joined segments, where special tokens count in the template's segments only.
+
+        Equal to the encoding of the joined text if no content holds a special token's text.
+        """
+        # The library finds special tokens everywhere or nowhere. So: find them in the template's
+        # segments, put an anchor in the place of each, encode the whole with special tokens off,
+        # and put the ids back where the anchors are.
+        plain = self._plain
+        parts: list[str] = []
+        special_ids: list[int] = []
+        for segment in segments:
+            position = 0
+            if not segment.is_content:
+                encoding = self._tokenizer.encode(segment.text, add_special_tokens=False)
+                for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                    if token_id in self._special_ids:
+                        parts += (segment.text[position:start], plain.anchor)
+                        special_ids.append(token_id)
+                        position = end
+            parts.append(segment.text[position:])
+        ids = plain.tokenizer.encode("".join(parts), add_special_tokens=False).ids
+        returning = iter(special_ids)
+        return [next(returning) if i == plain.anchor_id else i for i in ids]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The whole text. Raises UnknownTokenId."""
+        if self._pieces:
+            decoder = PieceDecoder(self._pieces[skip_special_tokens])
+            return "".join([decoder.decode(i) for i in token_ids]) + decoder.flush()
+        for token_id in token_ids:
+            if not 0 <= token_id < self._id_limit:
+                raise UnknownTokenId(token_id)
+        return self._library_decode(token_ids, skip_special_tokens)
+
+    def text_decoder(self, *, skip_special_tokens: bool) -> TextDecoder:
+        """A decoder for one sequence that comes in pieces."""
+        if self._pieces:
+            return PieceDecoder(self._pieces[skip_special_tokens])
+        return WindowDecoder(
+            lambda ids: self._library_decode(ids, skip_special_tokens), id_limit=self._id_limit
+        )
+
+    def _library_decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        # Not transformers' decode: that may "clean up" spaces that the model did write.
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def _plain(self) -> _PlainTokenizer:
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        anchor = f"<{secrets.token_hex(16)}>"  # unguessable: no content can hold it
+        tokenizer.add_tokens([AddedToken(anchor, normalized=False)])
+        anchor_id = tokenizer.token_to_id(anchor)
+        assert anchor_id is not None
+        return _PlainTokenizer(tokenizer=tokenizer, anchor=anchor, anchor_id=anchor_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlainTokenizer:
+    """A tokenizer that takes special tokens' texts for plain text, and has one token more."""
+
+    tokenizer: Tokenizer
+    anchor: str
+    anchor_id: int
+
+
+def _embedding_rows(model_dir: Path) -> int:
+    try:
+        rows = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):  # a tokenizer alone, or not a model's config
+        return 0
+    return rows if isinstance(rows, int) else 0

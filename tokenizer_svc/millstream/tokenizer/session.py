@@ -1,0 +1,170 @@
+"""The open sequences of one Detokenize stream, and the answer to each of its messages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from millstream.rpc.errors import (
+    DuplicateHandle,
+    EngineUnavailable,
+    InvalidArgument,
+    UnknownHandle,
+    to_status,
+)
+from millstream.tokenizer.codec import Codec
+from millstream.tokenizer.detokenizer import Detokenizer, UnknownTokenId
+from millstream.v1 import engine_pb2, tokenizer_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class DetokenizeSession:
+    """One stream's sequences by handle. One call of `answer` at a time; it may be on any thread.
+
+    A sequence that fails ends alone: the message says so, and the others go on.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._sequences: dict[int, Detokenizer] = {}
+        self.draining = False  # opens are refused
+
+    @property
+    def open_count(self) -> int:
+        return len(self._sequences)
+
+    def answer(self, request: tokenizer_pb2.DetokenizeRequest) -> tokenizer_pb2.DetokenizeResponse:
+        """Does what a message asks. Raises InvalidArgument if its arrays do not fit together."""
+        answer = _Answer()
+        for opening in request.open:
+            self._open(opening, answer)
+        if request.HasField("tokens"):
+            self._append(request.tokens, answer)
+        for handle in request.close:
+            self._close(handle, answer)
+        return tokenizer_pb2.DetokenizeResponse(
+            handles=answer.handles,
+            texts=answer.texts,
+            stopped=answer.stopped,
+            failed=answer.failed,
+        )
+
+    def _open(self, opening: tokenizer_pb2.DetokenizeOpen, answer: _Answer) -> None:
+        handle = opening.handle
+        if self.draining:
+            answer.fail(handle, EngineUnavailable("the service is stopping"))
+        elif handle in self._sequences:
+            answer.fail(handle, DuplicateHandle(f"open.handle: {handle} is open already"))
+        else:
+            try:
+                self._sequences[handle] = self._sequence(opening)
+            except Exception as error:
+                answer.fail(handle, _reported(error, "open.context_token_ids"))
+
+    def _sequence(self, opening: tokenizer_pb2.DetokenizeOpen) -> Detokenizer:
+        if "" in opening.stop:
+            raise InvalidArgument("open.stop: a stop string is empty", field="open.stop")
+        skip = opening.skip_special_tokens if opening.HasField("skip_special_tokens") else True
+        return Detokenizer(
+            self._codec.text_decoder(skip_special_tokens=skip),
+            context=opening.context_token_ids,
+            stops=opening.stop,
+            include_stop=opening.include_stop,
+            min_tokens=opening.min_tokens,
+        )
+
+    def _append(self, tokens: engine_pb2.StepOutput, answer: _Answer) -> None:
+        for handle, token_ids in _entries(tokens):
+            sequence = self._sequences.get(handle)
+            if sequence is None:
+                answer.fail_unknown(handle)
+                continue
+            try:
+                text = sequence.extend(token_ids)
+            except Exception as error:
+                del self._sequences[handle]
+                answer.fail(handle, _reported(error, "tokens.token_ids"))
+                continue
+            answer.show(handle, text)
+            if sequence.stopped:
+                self._stop(handle, sequence, answer)
+
+    def _close(self, handle: int, answer: _Answer) -> None:
+        sequence = self._sequences.get(handle)
+        if sequence is None:
+            answer.fail_unknown(handle)
+            return
+        answer.show(handle, sequence.flush())
+        self._stop(handle, sequence, answer)
+
+    def _stop(self, handle: int, sequence: Detokenizer, answer: _Answer) -> None:
+        del self._sequences[handle]
+        if match := sequence.stopped:
+            answer.stop(handle, match.stop, match.token_count)
+
+
+class _Answer:
+    """A response in the making, as plain lists: they become a message at once, at the end."""
+
+    __slots__ = ("_ended", "failed", "handles", "stopped", "texts")
+
+    def __init__(self) -> None:
+        self.handles: list[int] = []
+        self.texts: list[str] = []
+        self.stopped: list[tokenizer_pb2.DetokenizeStopped] = []
+        self.failed: list[tokenizer_pb2.DetokenizeFailed] = []
+        self._ended: set[int] = set()
+
+    def show(self, handle: int, text: str) -> None:
+        if text:
+            self.handles.append(handle)
+            self.texts.append(text)
+
+    def stop(self, handle: int, stop: str, token_count: int) -> None:
+        self._ended.add(handle)
+        self.stopped.append(
+            tokenizer_pb2.DetokenizeStopped(handle=handle, stop=stop, token_count=token_count)
+        )
+
+    def fail(self, handle: int, error: Exception) -> None:
+        self._ended.add(handle)
+        self.failed.append(tokenizer_pb2.DetokenizeFailed(handle=handle, status=to_status(error)))
+
+    def fail_unknown(self, handle: int) -> None:
+        """Says so once, and not of a sequence that this very message has seen end."""
+        if handle not in self._ended:
+            self.fail(handle, UnknownHandle(f"no open sequence has the handle {handle}"))
+
+
+def _entries(tokens: engine_pb2.StepOutput) -> Iterator[tuple[int, Iterable[int]]]:
+    """Each entry's handle and ids. Raises InvalidArgument before the first if they do not fit."""
+    if not tokens.counts:
+        if len(tokens.handles) != len(tokens.token_ids):
+            raise InvalidArgument(
+                f"tokens.token_ids: {len(tokens.token_ids)} for {len(tokens.handles)} handles",
+                field="tokens.token_ids",
+            )
+        return zip(tokens.handles, zip(tokens.token_ids, strict=True), strict=True)
+    if len(tokens.counts) != len(tokens.handles) or sum(tokens.counts) != len(tokens.token_ids):
+        raise InvalidArgument(
+            "tokens.counts: one for each handle is needed, adding up to the number of token_ids",
+            field="tokens.counts",
+        )
+    return _sliced_entries(tokens)
+
+
+def _sliced_entries(tokens: engine_pb2.StepOutput) -> Iterator[tuple[int, Iterable[int]]]:
+    start = 0
+    for handle, count in zip(tokens.handles, tokens.counts, strict=True):
+        yield handle, tokens.token_ids[start : start + count]
+        start += count
+
+
+def _reported(error: Exception, field: str) -> Exception:
+    """What the client hears of a sequence's failure."""
+    if isinstance(error, UnknownTokenId):
+        return InvalidArgument(f"{field}: {error}", field=field)
+    if not isinstance(error, InvalidArgument):
+        logger.error("a sequence failed", exc_info=error)
+    return error
