@@ -20,7 +20,6 @@ _TOKENIZER_FILES: tuple[tuple[str, ...], ...] = (
     ("tekken.json",),
 )
 
-_HUB_TIMEOUT_S = 10.0
 _WEIGHTS = "*.safetensors"
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 # Other formats of the same model: folders of their own, or a second copy beside the first.
@@ -101,7 +100,7 @@ def _download(repo_id: str, weights: bool) -> Path:
     unreachable: Exception | None = None
     try:
         # Asked first because snapshot_download itself waits for a silent hub for ever.
-        HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT_S)
+        HfApi().model_info(repo_id, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
     except HFValidationError:
         raise ModelNotFound(f"no folder {repo_id!r}, and no valid Hugging Face id") from None
     except Exception as error:  # httpx's, OSError, ValueError: the library documents no one base
