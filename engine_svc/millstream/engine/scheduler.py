@@ -29,7 +29,7 @@ from millstream.engine.block_pool import BlockPool
 from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
-from millstream.engine.sequence import Sequence, Status, blocks_needed
+from millstream.engine.sequence import Sequence, Status, never_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Scheduler:
         # In order of admission. Replaced, never changed in place: plans in flight refer to it.
         self._decoding: list[Sequence] = []
         self._decode_slots: tuple[int, ...] = ()
-        self._decoding_left = False  # some of _decoding are no longer running
+        self._decoding_changed = False  # some of _decoding are no longer running
         self._free_slots = list(reversed(range(info.max_num_seqs)))
         # Kept free at admission, so that a newcomer is not preempted at once.
         self._spare_blocks = info.num_blocks // 100
@@ -74,7 +74,7 @@ class Scheduler:
         sequence = Sequence.create(request, self.info, now)
         self._sequences[request.key] = sequence
         self._waiting[request.key] = sequence
-        problem = self._never_fits(sequence)
+        problem = never_fits(self.info, sequence.prompt_len, request.sampling.max_tokens)
         return self._end(sequence, FinishReason.ERROR, now, message=problem) if problem else None
 
     def finish(self, key: int, reason: FinishReason, now: float) -> FinishedRecord | None:
@@ -82,15 +82,6 @@ class Scheduler:
         out afterwards."""
         sequence = self._sequences.get(key)
         return None if sequence is None else self._end(sequence, reason, now)
-
-    def _never_fits(self, sequence: Sequence) -> str:
-        info, prompt_len = self.info, sequence.prompt_len
-        if not 0 < prompt_len < sequence.max_len:
-            return f"no room for a token after {prompt_len} of at most {info.max_model_len}"
-        needed = blocks_needed(info, prompt_len, sequence.max_len - prompt_len)
-        if needed > info.num_blocks:
-            return f"needs {needed} KV blocks and there are {info.num_blocks}"
-        return ""
 
     def _end(
         self,
@@ -149,11 +140,11 @@ class Scheduler:
         )
 
     def _refresh_decoding(self) -> None:
-        if self._decoding_left:
+        if self._decoding_changed:
             running = Status.RUNNING
             self._decoding = [item for item in self._decoding if item.status is running]
             self._decode_slots = tuple([item.slot for item in self._decoding])
-            self._decoding_left = False
+            self._decoding_changed = False
 
     def _extend_decodes(self) -> tuple[tuple[int, int], ...]:
         """Makes room for one more token of each decoding sequence; the new blocks by slot."""
@@ -270,7 +261,7 @@ class Scheduler:
         if sequence is self._prefilling:
             self._prefilling = None
         else:
-            self._decoding_left = True
+            self._decoding_changed = True
 
     # ---- a step is done
 

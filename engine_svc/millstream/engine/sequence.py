@@ -20,10 +20,16 @@ from millstream.engine.records import FinishedRecord
 from millstream.engine.request import FinishReason, Request
 
 
-def blocks_needed(info: RunnerInfo, prompt_len: int, max_tokens: int) -> int:
-    """KV blocks that a request fills at its longest; the last token's KV is never written. It can
-    end by itself if there are so many in the pool."""
-    return -(-(prompt_len + max_tokens - 1) // info.block_size)
+def never_fits(info: RunnerInfo, prompt_len: int, max_tokens: int) -> str:
+    """Why a request could not run even with the engine to itself; "" if it could. max_tokens may
+    go past the context limit. The KV of the last token is never written."""
+    max_len = min(prompt_len + max_tokens, info.max_model_len)
+    if not 0 < prompt_len < max_len:
+        return f"no room for output after {prompt_len} of at most {info.max_model_len} tokens"
+    needed = -(-(max_len - 1) // info.block_size)
+    if needed > info.num_blocks:
+        return f"needs {needed} KV blocks and there are {info.num_blocks}"
+    return ""
 
 
 class Status(enum.Enum):
@@ -105,14 +111,9 @@ class Sequence:
 
     def check_invariants(self, block_size: int) -> None:
         """Raises AssertionError where the fields disagree."""
-        running, computed, known = (
-            self.status is Status.RUNNING,
-            self.num_computed_tokens,
-            len(self.token_ids),
-        )
-        assert running == (self.slot >= 0) == bool(self.block_ids), (
-            f"{self.status} holds the wrong things"
-        )
+        computed, known = self.num_computed_tokens, len(self.token_ids)
+        running = self.status is Status.RUNNING
+        assert running == (self.slot >= 0) == bool(self.block_ids), "only a running one holds any"
         assert self.prompt_len <= known < self.max_len, "ended and not finished"
         assert computed <= self.max_computed_tokens, "computes what nobody reads"
         if running:
