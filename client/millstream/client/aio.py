@@ -39,6 +39,8 @@ class AsyncClient:
     ) -> None:
         """gRPC targets; None: not needed. `timeout_s`: how long to wait until they serve, before
         EngineUnavailable is raised. `observer` is called with each message of the engine."""
+        self.engine_target = engine
+        self.tokenizer_target = tokenizer
         self._services = Services(
             engine=engine, tokenizer=tokenizer, timeout_s=timeout_s, observer=observer
         )

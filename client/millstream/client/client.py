@@ -36,6 +36,8 @@ class Client:
         observer: Observer | None = None,
     ) -> None:
         """As AsyncClient's; `observer` is called on the client's own thread."""
+        self.engine_target = engine
+        self.tokenizer_target = tokenizer
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="millstream-client", daemon=True

@@ -30,7 +30,7 @@ class Connection:
     def __init__(self, *, target: str, kind: str, service: str, timeout_s: float) -> None:
         """`kind` is "engine" or "tokenizer", `service` the full name of its gRPC service."""
         self.target = target
-        self._kind = kind
+        self.kind = kind
         self._service = service
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
@@ -54,7 +54,7 @@ class Connection:
                         seen = "is not serving"
         except TimeoutError:
             raise EngineUnavailable(
-                f"the {self._kind} at {self.target} {seen} (waited {self._timeout_s:g} s)"
+                f"the {self.kind} at {self.target} {seen} (waited {self._timeout_s:g} s)"
             ) from None
 
     async def check(self) -> Health:
@@ -97,7 +97,7 @@ class Connection:
         translated = in_keywords(from_rpc_error(error))
         if isinstance(translated, EngineUnavailable):
             return EngineUnavailable(
-                f"the {self._kind} at {self.target} is unavailable: {translated.message}",
+                f"the {self.kind} at {self.target} is unavailable: {translated.message}",
                 retry_after_s=translated.retry_after_s,
             )
         return translated

@@ -126,7 +126,7 @@ class ServiceProcesses:
         try:
             for child in self._children:
                 child.wait_stopped(deadline)
-        except KeyboardInterrupt:
+        except BaseException:
             for child in self._children:
                 child.wait_stopped(0)
             raise

@@ -14,7 +14,7 @@ from millstream.client.connection import Connection
 from millstream.client.engine_stream import EngineStream, Observer
 from millstream.client.text import TextStream
 from millstream.rpc.errors import EngineUnavailable, FingerprintMismatch, MillstreamError
-from millstream.v1 import engine_pb2, engine_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from millstream.v1 import engine_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 _ENGINE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 _TOKENIZER = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
@@ -86,16 +86,6 @@ class Services:
             skip_special_tokens=skip_special_tokens,
         )
         return list((await self._call_tokenizer("Decode", request)).texts)
-
-    async def stats(self) -> engine_pb2.GetStatsResponse:
-        """The engine's gauges and counters."""
-        connection = self._engine_connection()
-        stub: Any = engine_pb2_grpc.EngineStub(connection.channel)
-        try:
-            stats: engine_pb2.GetStatsResponse = await stub.GetStats(engine_pb2.GetStatsRequest())
-        except grpc.aio.AioRpcError as error:
-            raise connection.error(error) from None
-        return stats
 
     async def close(self) -> None:
         await self._engine.close()

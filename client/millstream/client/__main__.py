@@ -1,0 +1,92 @@
+"""`millstream`: the command line. Errors are one clear line and a non-zero exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+# gRPC's own lines for what we report in one of ours. Read when grpc is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from millstream.client.cli import bench, chat, demo, generate, health, models, serve
+from millstream.client.processes import LaunchError
+from millstream.rpc.errors import MillstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+_COMMANDS = {
+    "serve": _Command(serve.HELP, serve.add_arguments, serve.run),
+    "demo": _Command(demo.HELP, demo.add_arguments, demo.run),
+    "generate": _Command(generate.HELP, generate.add_arguments, generate.run),
+    "chat": _Command(chat.HELP, chat.add_arguments, chat.run),
+    "health": _Command(health.HELP, health.add_arguments, health.run),
+    "fetch": _Command(models.FETCH_HELP, models.add_fetch_arguments, models.run_fetch),
+    "import-gguf": _Command(
+        models.IMPORT_GGUF_HELP, models.add_import_gguf_arguments, models.run_import_gguf
+    ),
+    "bench": _Command(bench.HELP, bench.add_arguments, bench.run),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code; argparse exits by itself."""
+    name = argv[0] if argv and argv[0] in _COMMANDS else None
+    if name is None:
+        _overview().parse_args(argv)
+        return 2  # not reached: without a command the parser exits
+    command = _COMMANDS[name]
+    prog = f"millstream {name}"
+    try:
+        parser = _Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
+        command.add_arguments(parser)
+        return command.run(parser.parse_args(argv[1:]))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (MillstreamError, LaunchError, OSError, UnicodeError) as error:
+        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _overview() -> argparse.ArgumentParser:
+    """Lists the commands, and refuses what is none. Flags of a command are its own parser's: they
+    may need what is not installed."""
+    parser = _Parser(
+        prog="millstream",
+        description="Serves large language models as two gRPC services; talks with them.",
+        epilog="millstream COMMAND --help says everything about a command.",
+    )
+    version = importlib.metadata.version("millstream")
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in _COMMANDS.items():
+        commands.add_parser(name, help=command.help)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Flags that several commands share, and what they mean in Python."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from millstream.client.launch import import_service
+from millstream.client.types import Output
+from millstream.rpc.sampling_params import SamplingParams
+
+ENGINE = "localhost:50051"
+TOKENIZER = "localhost:50052"
+MAX_TOKENS = 256
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, bias = text.split("=")
+    return int(token_id), float(bias)
+
+
+_bias.__name__ = "ID=BIAS"
+
+# Ranges and defaults are the engine's, which checks them; the text here is for --help.
+_SAMPLING: Mapping[str, Mapping[str, Any]] = {
+    "max_tokens": {"type": int, "default": MAX_TOKENS, "help": f"default: {MAX_TOKENS}"},
+    "min_tokens": {"type": int, "help": "no end before so many tokens"},
+    "temperature": {"type": float, "help": "0 (greedy) to 2; default: 1"},
+    "top_p": {"type": float, "help": "above 0, up to 1 (off, the default)"},
+    "top_k": {"type": int, "help": "0 or -1: off (the default)"},
+    "min_p": {"type": float, "help": "0 (off, the default) to 1"},
+    "seed": {"type": int, "help": "gives the same answer again; default: a random one"},
+    "stop": {"action": "append", "metavar": "TEXT", "help": "ends the text; repeatable"},
+    "stop_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "end the answer"},
+    "include_stop": {"action": "store_true", "help": "keep what matched in the text"},
+    "ignore_eos": {"action": "store_true", "help": "go on after an EOS token"},
+    "skip_special_tokens": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "leave special tokens out of the text (the default)",
+    },
+    "presence_penalty": {"type": float, "help": "-2 to 2; default: 0"},
+    "frequency_penalty": {"type": float, "help": "-2 to 2; default: 0"},
+    "repetition_penalty": {"type": float, "help": "above 0; default: 1"},
+    "n": {"type": int, "help": "samples per prompt; only 1 so far"},
+    "logit_bias": {"type": _bias, "action": "append", "help": "repeatable"},
+    "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "only these"},
+    "bad_words": {"action": "append", "metavar": "TEXT", "help": "never this; repeatable"},
+    "logprobs": {"type": int, "help": "of the likeliest so many tokens"},
+    "prompt_logprobs": {"type": int, "help": "of the prompt's tokens"},
+    "json_schema": {"metavar": "JSON", "help": "the answer follows this JSON schema"},
+    "json_object": {"action": "store_true", "help": "the answer is a JSON object"},
+    "regex": {"help": "the answer matches this"},
+    "choice": {"action": "append", "metavar": "TEXT", "help": "the answer is one of these"},
+    "grammar": {"help": "the answer follows this context-free grammar"},
+}
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("services")
+    group.add_argument("--engine", default=ENGINE, help=f"gRPC target; default: {ENGINE}")
+    group.add_argument("--tokenizer", default=TOKENIZER, help=f"default: {TOKENIZER}")
+    group.add_argument(
+        "--connect-timeout-s",
+        type=float,
+        default=10.0,
+        help="how long to wait until they serve; default: 10",
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, options in _SAMPLING.items():
+        group.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the sampling flags say; a flag that is not given is unset."""
+    given = {name: getattr(args, name) for name in _SAMPLING}
+    given = {name: value for name, value in given.items() if value not in (None, False)}
+    if args.skip_special_tokens is False:
+        given["skip_special_tokens"] = False
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return SamplingParams(**given)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of millstream-engine. Raises LaunchError where that is not installed."""
+    import_service("millstream.engine.config").add_arguments(
+        parser.add_argument_group("engine (the flags of millstream-engine)")
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's settings that differ from their defaults: keywords for launch and LLM."""
+    fields = dataclasses.fields(import_service("millstream.engine.config").EngineConfig)
+    values = {field.name: getattr(args, field.name) for field in fields}
+    return {
+        field.name: values[field.name] for field in fields if values[field.name] != field.default
+    }
+
+
+def as_json(output: Output) -> dict[str, Any]:
+    """An output as plain JSON values."""
+    return dataclasses.asdict(output)

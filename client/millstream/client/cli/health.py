@@ -1,0 +1,55 @@
+"""`millstream health`: whether the services serve."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+from millstream.client.cli import flags
+from millstream.client.connection import Connection
+from millstream.client.services import Services
+from millstream.client.types import Health
+
+HELP = "tell whether the services serve; exit code 0 if so, else 1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Checks both services, or only those whose target is given."
+    parser.add_argument("--engine", metavar="TARGET", help=f"default: {flags.ENGINE}")
+    parser.add_argument("--tokenizer", metavar="TARGET", help=f"default: {flags.TOKENIZER}")
+    parser.add_argument(
+        "--watch", action="store_true", help="print each change, until Ctrl-C, instead"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    targets = {"engine": args.engine, "tokenizer": args.tokenizer}
+    if not any(targets.values()):
+        targets = {"engine": flags.ENGINE, "tokenizer": flags.TOKENIZER}
+    return asyncio.run(_watch(targets) if args.watch else _check(targets))
+
+
+async def _check(targets: dict[str, str | None]) -> int:
+    services = Services(engine=targets["engine"], tokenizer=targets["tokenizer"], timeout_s=0)
+    results = {}
+    for connection in (services.engine, services.tokenizer):
+        if connection is not None:
+            results[connection] = await connection.check()
+            print(f"{connection.kind} {connection.target}: {results[connection]}")
+    await services.close()
+    return 0 if set(results.values()) == {Health.SERVING} else 1
+
+
+async def _watch(targets: dict[str, str | None]) -> int:
+    services = Services(engine=targets["engine"], tokenizer=targets["tokenizer"], timeout_s=0)
+
+    async def follow(connection: Connection | None) -> None:
+        if connection is None:
+            return
+        async for health in connection.watch():
+            now = time.strftime("%H:%M:%S")
+            print(f"{now} {connection.kind} {connection.target}: {health}", flush=True)
+
+    await asyncio.gather(follow(services.engine), follow(services.tokenizer))
+    return 0
