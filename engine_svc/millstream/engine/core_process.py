@@ -135,15 +135,19 @@ def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:
 def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
     """Steps for ever; returns never, raises what the core or the channel raises."""
     while True:
+        asked: list[int] = []
         if not core.has_work:
-            _obey(core, commands.get(), channel)
+            _obey(core, commands.get(), asked)
         while not commands.empty():
-            _obey(core, commands.get(), channel)
+            _obey(core, commands.get(), asked)
         if core.has_work:
             channel.send(core.step())
+        # After the step, which tells of what ended: no gauge is ahead of what streams were sent.
+        for token in asked:
+            channel.send(StatsRecord(token, core.stats()))
 
 
-def _obey(core: EngineCore, command: ToCore, channel: CoreChannel) -> None:
+def _obey(core: EngineCore, command: ToCore, asked: list[int]) -> None:
     match command:
         case Submit(requests):
             for request in requests:
@@ -151,7 +155,7 @@ def _obey(core: EngineCore, command: ToCore, channel: CoreChannel) -> None:
         case Finish(keys, reason):
             core.finish(keys, FinishReason(reason))
         case AskStats(token):
-            channel.send(StatsRecord(token, core.stats()))
+            asked.append(token)
         case Start():
             raise ValueError("a core starts once")
         case _:

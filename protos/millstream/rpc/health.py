@@ -23,6 +23,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, service_names: Iterable[str]) -> None:
         self._names = frozenset({"", *service_names})
         self._serving = False
+        self._closed = False
         self._changed = asyncio.Event()
 
     @property
@@ -34,6 +35,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._serving = serving
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """NOT_SERVING for good: watchers are told, then their streams end, which would otherwise
+        hold up the server's stop."""
+        self._closed = True
+        self.set_serving(False)
 
     def _status(self, name: str) -> int:
         if name not in self._names:
@@ -62,5 +69,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if status != sent:
                 yield health_pb2.HealthCheckResponse(status=status)
                 sent = status
+            elif self._closed:
+                return
             else:
                 await changed.wait()

@@ -22,6 +22,8 @@ from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 2.0
+# After a failure: how long the port stays open, so that health checks and streams hear of it.
+FAILURE_NOTICE_S = 0.5
 
 
 class StartError(Exception):
@@ -89,18 +91,20 @@ async def run_service(service: Service, config: ServerConfig) -> int:
             failure = failing.result()
             logger.error("cannot serve any longer: %s", failure)
         health.set_serving(False)
-        if failure is None:
+        if failure is not None:
+            await asyncio.sleep(FAILURE_NOTICE_S)
+        else:
             logger.info("stopping: draining for up to %.1f s", config.drain_timeout_s)
             stop_requested.clear()  # a second signal cuts the drain short
             draining = asyncio.create_task(service.drain(config.drain_timeout_s))
             if await _first(draining, stop_requested.wait()) is not draining:
                 await service.drain(0)
     finally:
-        health.set_serving(False)
+        health.close()
         control.cancel()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(service.close(), CLOSE_GRACE_S)
-        await server.stop(CLOSE_GRACE_S if failure is None else 0.5)
+        await server.stop(CLOSE_GRACE_S)
     logger.info("stopped")
     return 0 if failure is None else 1
 
@@ -146,7 +150,8 @@ def _install_signals(stop_requested: asyncio.Event) -> None:
 
 def _announce(control_fd: int | None, port: int) -> None:
     if control_fd is not None:
-        os.write(control_fd, json.dumps({"port": port}).encode() + b"\n")
+        with contextlib.suppress(OSError):  # a parent that is gone is _watch_control's business
+            os.write(control_fd, json.dumps({"port": port}).encode() + b"\n")
 
 
 async def _watch_control(control_fd: int | None, stop_requested: asyncio.Event) -> None:
