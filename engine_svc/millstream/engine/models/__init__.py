@@ -30,6 +30,8 @@ def build_model(
     with torch.device("meta"):
         model = _MODELS[config.family](config, attention).to(dtype)
     model.to_empty(device=device)
+    if config.tie_word_embeddings:  # to_empty made two parameters of the one
+        model.lm_head.weight = model.model.embed_tokens.weight
     model.rope = RotaryEmbedding(
         config.rope, config.head_dim, max_model_len=max_model_len, dtype=dtype, device=device
     )
