@@ -116,3 +116,8 @@ def slow_load(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
 
 def refuses_to_load(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
     raise ValueError("dtype float16 is not supported on this device\n(and a second line)")
+
+
+def dies_while_loading(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL came back")

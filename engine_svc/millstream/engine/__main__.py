@@ -11,9 +11,11 @@ from collections.abc import Callable
 # gRPC's own lines for what we report in one of ours (a taken port). Read when grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from millstream import hub
 from millstream.engine import config as engine_config
 from millstream.engine.config import EngineConfig
 from millstream.engine.service import EngineService, Model
+from millstream.engine.shapes import SHAPE_NAMES
 from millstream.rpc.logs import LEVELS, configure_logging
 from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
 from millstream.rpc.server import ServerConfig, StartError, run_service
@@ -24,8 +26,13 @@ DEFAULT_PORT = 50051
 
 def main() -> None:
     """Serves until a signal; exits with 0, or with 1 and one line on stderr, or 2 on bad flags."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
     config = engine_config.from_arguments(arguments)
+    if not config.step_timeout_s > 0:
+        parser.error(f"--step-timeout-s: above 0, not {config.step_timeout_s}")
+    if config.max_queued_requests < 0:
+        parser.error(f"--max-queued-requests: at least 0, not {config.max_queued_requests}")
     server = ServerConfig(
         host=arguments.host,
         port=arguments.port,
@@ -54,11 +61,10 @@ async def _serve(config: EngineConfig, server: ServerConfig) -> int:
 
 def _find_model(config: EngineConfig) -> Model:
     """Where the model lies, downloaded if need be. Raises StartError. Blocks, maybe for minutes."""
-    if config.runner != "model" and config.model is None:
-        name = config.served_model_name or config.runner
+    dummy_shape = config.load_format == "dummy" and config.model in SHAPE_NAMES
+    if dummy_shape or (config.runner != "model" and config.model is None):
+        name = config.served_model_name or config.model or config.runner
         return Model(name=name, path=None, tokenizer_fingerprint="")
-    from millstream import hub
-
     try:
         path = hub.resolve(config.model)
     except hub.HubError as error:

@@ -52,7 +52,7 @@ _RUNNERS = {
     "instant": "millstream.engine.instant_runner:create",
 }
 # What a wrong flag or a bad model folder raises, with a message for the person who started us.
-_CLEAR_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)
+_CLEAR_ERRORS = (ValueError, OSError, NotImplementedError)
 
 Commands = queue.SimpleQueue[ToCore]
 
@@ -127,8 +127,11 @@ def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:
     module, _, function = _RUNNERS.get(name, name).partition(":")
     if not function:
         raise ValueError(f"--runner: model, instant or module:function, not {name!r}")
-    found: Callable[[EngineConfig, Path | None], Runner]
-    found = getattr(importlib.import_module(module), function)
+    try:
+        found: Callable[[EngineConfig, Path | None], Runner]
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--runner {name}: {error}") from error
     return found
 
 

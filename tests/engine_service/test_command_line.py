@@ -1,0 +1,84 @@
+"""millstream-engine's command line: what it says, and one clear line when it cannot start."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.engine_processes import ROOT
+
+from millstream.engine.config import EngineConfig
+
+
+def run_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millstream.engine", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_help_tells_every_flag() -> None:
+    done = run_engine("--help")
+    assert done.returncode == 0
+    names = [field.name.replace("_", "-") for field in dataclasses.fields(EngineConfig)]
+    service = ["host", "port", "drain-timeout-s", "max-message-bytes", "log-level"]
+    for name in (*names, *service):
+        assert f"--{name}" in done.stdout
+    assert "control-fd" not in done.stdout
+    assert "default: None" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--port", "70000"], "--port"),
+        (["--port", "http"], "--port"),
+        (["--drain-timeout-s", "-1"], "--drain-timeout-s"),
+        (["--step-timeout-s", "0"], "--step-timeout-s"),
+        (["--max-queued-requests", "-1"], "--max-queued-requests"),
+    ],
+)
+def test_bad_flags(flags: list[str], says: str) -> None:
+    done = run_engine("--runner", "instant", *flags)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("millstream-engine: error:")
+    assert says in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "/no/such/folder"], "no such folder"),
+        (["--runner", "nonsense"], "--runner"),
+        (["--runner", "no.such.module:create"], "no.such.module"),
+        (["--runner", "tests.fake_runners:refuses_to_load"], "dtype float16 is not supported"),
+        (["--runner", "instant", "--host", "192.0.2.1"], "192.0.2.1"),
+        (["--model", "{tmp}"], "config.json"),
+        (["--model", "{unknown}"], "no_such_architecture"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_one_line(
+    tmp_path: Path, flags: list[str], says: str
+) -> None:
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    config = {"model_type": "no_such_architecture", "architectures": ["NoSuch"]}
+    (unknown / "config.json").write_text(json.dumps(config))
+    places = {"tmp": tmp_path, "unknown": unknown}
+    done = run_engine("--port", "0", "--log-level", "error", *(f.format(**places) for f in flags))
+    assert done.returncode == 1
+    assert done.stderr.startswith("millstream-engine: error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
