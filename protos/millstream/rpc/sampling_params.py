@@ -117,6 +117,10 @@ def _bool(name: str, value: object) -> bool:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise _refuse(name, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _refuse(name, value, "text without lone surrogates") from None
     return value
 
 
