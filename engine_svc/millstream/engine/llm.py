@@ -39,8 +39,8 @@ class LLM:
         """Loads a model: a folder, a Hugging Face id, or None for the embedded default model.
 
         Options are the fields of EngineConfig; with load_format="dummy" a shape's name
-        ("qwen3-0.6b") will do as the model. Raises TypeError for an unknown option, and a
-        ValueError or OSError with one clear line when the model cannot be loaded.
+        ("qwen3-0.6b") will do as the model. Raises TypeError for an unknown option, hub.HubError
+        for a model that cannot be had, and a ValueError or OSError for one that cannot be loaded.
         """
         config = _config(None if model is None else str(model), options)
         self._model_dir = _model_dir(config)

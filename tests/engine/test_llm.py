@@ -1,0 +1,170 @@
+"""The in-process LLM's surface: nano-vllm's, with honest errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import make_tiny_model
+from tests.tiny_tokenizers import BYTE_VOCAB_SIZE, byte_ids, make_byte_tokenizer
+
+from millstream.engine import LLM, SamplingParams
+from millstream.engine.core import EngineCore
+from millstream.hub.errors import ModelNotFound
+from millstream.rpc.errors import InvalidArgument, NeverFits, PromptTooLong, Unsupported
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, device="cpu", max_num_seqs=8)
+
+
+def test_importing_the_engine_does_not_import_torch() -> None:
+    script = (
+        "import sys, millstream.engine; from millstream.engine import SamplingParams; "
+        "print('torch' in sys.modules); millstream.engine.LLM; print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
+
+
+def test_unknown_options_are_errors(folder: Path) -> None:
+    with pytest.raises(TypeError, match="no option 'max_num_seq'; did you mean 'max_num_seqs'"):
+        LLM(folder, max_num_seq=4)
+    with pytest.raises(ModelNotFound, match="no such folder"):
+        LLM("./no/such/folder")
+
+
+def test_step_by_step(llm: LLM) -> None:
+    assert llm.is_finished()
+    keys = [
+        llm.add_request([1, 2, 3], GREEDY),
+        llm.add_request([4, 5], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)),
+    ]
+    ended: dict[int, list[int]] = {}
+    sampled = 0
+    while not llm.is_finished():
+        outputs, num_tokens = llm.step()
+        ended.update(outputs)
+        sampled += num_tokens
+    assert list(ended) == keys[::-1]  # the shorter one ends first
+    assert [len(ended[key]) for key in keys] == [6, 2]
+    assert sampled == 8
+    assert llm.step() == ([], 0)
+
+
+def test_prompts_and_params_in_their_forms(llm: LLM) -> None:
+    (one,) = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)  # a flat list is one prompt
+    assert one["text"] == "" and len(one["token_ids"]) == 6
+    two = llm.generate([[1, 2, 3], (4, 5)], GREEDY, use_tqdm=False)
+    assert two[0] == one
+    each = llm.generate(
+        [[1, 2, 3], [1, 2, 3]],
+        [GREEDY, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)],
+        use_tqdm=False,
+    )
+    assert each[0] == one and each[1]["token_ids"] == one["token_ids"][:3]
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    with pytest.raises(ValueError, match="one a prompt"):
+        llm.generate([[1], [2]], [GREEDY])
+
+
+def test_max_tokens_unset_runs_to_the_context_limit(folder: Path) -> None:
+    with LLM(folder, device="cpu", max_model_len=20) as llm:
+        params = SamplingParams(temperature=0, ignore_eos=True)
+        (output,) = llm.generate([1] * 15, params, use_tqdm=False)
+        assert len(output["token_ids"]) == 5
+        (output,) = llm.generate([1] * 19, params, use_tqdm=False)
+        assert len(output["token_ids"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ([], {}, InvalidArgument),
+        ([256], {}, InvalidArgument),
+        ([1] * 512, {}, PromptTooLong),
+        ([1], {"temperature": 3}, InvalidArgument),
+        ([1], {"max_tokens": 0}, InvalidArgument),
+        ([1], {"max_tokens": -1}, InvalidArgument),
+        ([1], {"stop": "x"}, Unsupported),
+        ([1], {"logprobs": 1}, Unsupported),
+        ("text", {}, Unsupported),
+    ],
+)
+def test_what_is_refused_is_refused_before_anything_runs(
+    llm: LLM, prompt: Any, params: dict[str, Any], error: type[Exception]
+) -> None:
+    steps = llm.stats().steps
+    with pytest.raises(error):
+        llm.generate([[1, 2], prompt], [GREEDY, SamplingParams(**params)], use_tqdm=False)
+    assert llm.is_finished() and llm.stats().steps == steps
+
+
+def test_row_5_what_never_fits(folder: Path) -> None:
+    block_bytes = 2 * 2 * 4 * 2 * 16 * 4
+    options: dict[str, Any] = {"block_size": 4, "kv_cache_bytes": 8 * block_bytes}
+    with LLM(folder, device="cpu", max_model_len=64, **options) as llm:
+        with pytest.raises(NeverFits):
+            llm.generate([1] * 40, GREEDY, use_tqdm=False)
+        (output,) = llm.generate([1] * 4, GREEDY, use_tqdm=False)
+        assert len(output["token_ids"]) == 6
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = EngineCore.step, []
+
+    def interrupted(core: EngineCore) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
+    assert llm.is_finished()
+    assert llm.stats().kv_blocks_used == llm.stats().num_requests_running == 0
+    assert len(llm.generate([1, 2], GREEDY, use_tqdm=False)) == 1
+
+
+def test_generate_does_not_mix_with_pending_requests(llm: LLM) -> None:
+    llm.add_request([1], GREEDY)
+    with pytest.raises(RuntimeError, match="pending"):
+        llm.generate([1], GREEDY)
+    while not llm.is_finished():
+        llm.step()
+
+
+def test_text_in_and_out(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, vocab_size=BYTE_VOCAB_SIZE)
+    make_byte_tokenizer(tmp_path)
+    with LLM(tmp_path, device="cpu") as llm:
+        text, ids = llm.generate(["héllo", byte_ids("héllo")], GREEDY, use_tqdm=False)
+    assert text["token_ids"] == ids["token_ids"] and text["text"] == ids["text"]
+    assert text["text"]
+
+
+@pytest.mark.slow
+def test_the_default_model(default_model_dir: Path) -> None:
+    """Greedy on the real weights; the chat template's text is the tokenizer's business."""
+    with LLM(default_model_dir, device="cpu", max_model_len=256) as llm:
+        prompt = (
+            "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+        )
+        (output,) = llm.generate(
+            prompt, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False
+        )
+    assert "Paris" in output["text"]
