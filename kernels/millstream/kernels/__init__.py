@@ -1,0 +1,5 @@
+"""Triton kernels: one kernel and its typed launcher per file, their torch oracles in reference.py.
+
+A launcher checks shapes and strides and is registered as a `torch.library` op with a fake. Importing
+this package imports no Triton; importing a kernel's module does.
+"""
