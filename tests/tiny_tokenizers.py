@@ -1,4 +1,4 @@
-"""The two tiny tokenizers of the tests, and one that learnt a few merges.
+"""The two tiny tokenizers of the tests.
 
 * Byte tokenizer: byte-level BPE without merges, so that every byte is one token (id = its rank in
   the byte alphabet, which `byte_ids` knows); then the special tokens and one added token that is
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 ENDOFTEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (ENDOFTEXT, IM_START, IM_END)
@@ -111,6 +112,16 @@ def make_spm_tokenizer(directory: Path, **config: Any) -> Path:
         "clean_up_tokenization_spaces": False,
     }
     return save(spm_tokenizer(), directory, base | config)
+
+
+def make_bos_tokenizer(directory: Path) -> Path:
+    """Saves the SPM tokenizer in a form that puts a BOS before each text."""
+    tokenizer = spm_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", pair=None, special_tokens=[("<s>", 1)]
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    return save(tokenizer, directory, config)
 
 
 def save(tokenizer: Tokenizer, directory: Path, config: dict[str, Any]) -> Path:

@@ -15,8 +15,9 @@ from os.path import commonprefix
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-# A character is at most four bytes, so no more tokens than that can wait for its end.
-_MAX_PENDING_IDS = 4
+# A character is at most four tokens (its bytes); some that show nothing may lie between. Beyond
+# that, U+FFFD at the end of a text is no unfinished character.
+_MAX_PENDING_IDS = 8
 _ESCAPED_BYTES = {0xDC80 + byte: REPLACEMENT for byte in range(128)}
 
 
@@ -134,8 +135,9 @@ class WindowDecoder:
     def decode(self, token_id: int) -> str:
         self._append(token_id)
         text = self._decode(self._ids)
-        if text == self._shown_text:  # a skipped token: it is no context for the next one either
-            self._ids.pop()
+        if text == self._shown_text:
+            if text:  # a skipped token; it is no context for the next one either
+                self._ids.pop()
             return ""
         if text.endswith(REPLACEMENT) and len(self._ids) - self._shown_ids < _MAX_PENDING_IDS:
             return ""
