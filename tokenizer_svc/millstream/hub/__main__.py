@@ -19,7 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_import_gguf_arguments(import_gguf)
     import_gguf.set_defaults(run=commands.run_import_gguf)
     args = parser.parse_args(argv)
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     return status
 
 
