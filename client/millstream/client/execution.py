@@ -16,13 +16,21 @@ from millstream.client.jobs import Job
 from millstream.client.services import Services
 from millstream.client.text import TextStream
 from millstream.client.types import Output
-from millstream.rpc.errors import DeadlineExceeded, EngineUnavailable, MillstreamError, QueueFull
+from millstream.rpc.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    EngineUnavailable,
+    MillstreamError,
+    QueueFull,
+)
 from millstream.v1 import engine_pb2, tokenizer_pb2
 
 _CALL_ITEMS = 128  # in one Encode or Decode call
 _CALL_SIZE = 1024 * 1024  # characters or ids in one
 _CALLS = 4  # at once
 _RETRY_S = 0.1  # after QueueFull without a hint
+
+_NO_INPUTS_FAULT = (EngineUnavailable, DeadlineExceeded, EngineFault)
 
 T = TypeVar("T")
 Outcome = Output | BaseException
@@ -132,11 +140,12 @@ class Executor:
         jobs = [job for job in chunk if isinstance(job, Job) and job.source is not None]
         if not jobs:
             return chunk
+        sources = [job.source for job in jobs if job.source is not None]
         try:
             async with self._calls:
-                sequences = await self._services.encode([job.source for job in jobs if job.source])
+                sequences = await self._services.encode(sources, timeout_s=jobs[0].timeout_s)
         except MillstreamError as error:
-            if len(jobs) == 1 or isinstance(error, EngineUnavailable):
+            if len(jobs) == 1 or isinstance(error, _NO_INPUTS_FAULT):
                 return [copy(error) if job in jobs else job for job in chunk]
             # One of them is bad: find out which.
             return [(await self._encode_jobs([job]))[0] for job in chunk]
@@ -168,7 +177,12 @@ def _submit(
             raise DeadlineExceeded(f"timeout_s: {job.timeout_s:g} s passed before it could start")
         submission.timeout_ms = max(1, round(left_s * 1000))
     generation = Generation(
-        prompt_token_ids=submission.token_ids, follow=follow, include_stop=job.include_stop
+        prompt_token_ids=submission.token_ids,
+        follow=follow,
+        include_stop=job.include_stop,
+        # A match inside a longer stop string waits for that one: it may end before tokens that have
+        # been answered for.
+        hold_ids=any(inner in outer[1:-1] for inner in job.stop for outer in job.stop),
     )
     session = None
     if text is not None and job.detokenize:

@@ -44,6 +44,7 @@ class Generation:
         "_error",
         "_fed",
         "_finished",
+        "_hold_ids",
         "_include_stop",
         "_shown",
         "_stop_string",
@@ -61,12 +62,15 @@ class Generation:
         prompt_token_ids: Sequence[int],
         follow: bool = False,
         include_stop: bool = False,
+        hold_ids: bool = False,
     ) -> None:
-        """`follow`: act on each piece, not only at the end; for streams and stop strings."""
+        """`follow`: act on each piece, not only at the end; for streams and stop strings.
+        `hold_ids`: show no ids before the end."""
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.follow = follow
         self._include_stop = include_stop
+        self._hold_ids = hold_ids
         self._text: TextSink | None = None
         self._cancel: Callable[[], None] | None = None
         self._accepted: engine_pb2.Accepted | None = None
@@ -135,7 +139,8 @@ class Generation:
 
     def confirm(self, token_count: int, *, closed: bool) -> None:
         """The text session has answered for so many more tokens; `closed`: and flushed its text."""
-        self._confirmed += token_count
+        if not self._hold_ids:
+            self._confirmed += token_count
         if closed:
             self._text_closed = True
             self._confirmed = len(self.token_ids)  # with a stop token that was no text

@@ -40,7 +40,7 @@ class ChatOptions(RequestOptions, total=False):
     plain_content: bool  # a special token's text inside a message is just text
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """One prompt. `submission.token_ids` are empty until `source`, if there is one, is encoded."""
 

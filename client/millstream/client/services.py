@@ -70,10 +70,11 @@ class Services:
         inputs: Sequence[tokenizer_pb2.EncodeInput],
         *,
         add_special_tokens: bool | None = None,
+        timeout_s: float | None = None,
     ) -> Sequence[engine_pb2.TokenSequence]:
         """One Encode call."""
         request = tokenizer_pb2.EncodeRequest(inputs=inputs, add_special_tokens=add_special_tokens)
-        response = await self._call_tokenizer("Encode", request)
+        response = await self._call_tokenizer("Encode", request, timeout_s)
         sequences: Sequence[engine_pb2.TokenSequence] = response.sequences
         return sequences
 
@@ -113,12 +114,14 @@ class Services:
             )
         return self.tokenizer
 
-    async def _call_tokenizer(self, method: str, request: Any) -> Any:
+    async def _call_tokenizer(
+        self, method: str, request: Any, timeout_s: float | None = None
+    ) -> Any:
         connection = self._tokenizer_connection()
         await self.text_stream()  # waits until it serves
         stub: Any = tokenizer_pb2_grpc.TokenizerStub(connection.channel)
         try:
-            return await getattr(stub, method)(request)
+            return await getattr(stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise connection.error(error) from None
 
