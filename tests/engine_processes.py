@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from millstream.rpc.options import channel_options
+from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, channel_options
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
@@ -92,8 +92,11 @@ def engine(*flags: str, runner: str = "tests.fake_runners:echo") -> Iterator[Eng
 
 
 @contextlib.asynccontextmanager
-async def connect(target: str) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
-    async with grpc.aio.insecure_channel(target, options=channel_options(target)) as channel:
+async def connect(
+    target: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
+    options = channel_options(target, max_message_bytes)
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
         yield engine_pb2_grpc.EngineStub(channel)
 
 

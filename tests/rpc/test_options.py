@@ -1,0 +1,84 @@
+"""Options of servers and channels, as a pair."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millstream.rpc.health import Health
+from millstream.rpc.options import channel_options, is_local, server_options
+
+
+@pytest.mark.parametrize(
+    ("target", "local"),
+    [
+        ("localhost:50051", True),
+        ("127.0.0.1:50051", True),
+        ("127.1.2.3:1", True),
+        ("[::1]:50051", True),
+        ("ipv4:127.0.0.1:50051", True),
+        ("ipv6:[::1]:50051", True),
+        ("dns:localhost:50051", True),
+        ("dns:///localhost:50051", True),
+        ("unix:/tmp/socket", True),
+        ("unix-abstract:name", True),
+        ("example.org:50051", False),
+        ("10.0.0.1:50051", False),
+        ("localhost.example.org:1", False),
+    ],
+)
+def test_http_proxy_does_not_capture_local_targets(target: str, local: bool) -> None:
+    assert is_local(target) == local
+    assert (("grpc.enable_http_proxy", 0) in channel_options(target)) == local
+
+
+def test_row_24_both_sides_have_the_same_bounded_limit() -> None:
+    server, channel = dict(server_options()), dict(channel_options("localhost:1"))
+    names = ("grpc.max_receive_message_length", "grpc.max_send_message_length")
+    limits = {options[name] for options in (server, channel) for name in names}
+    assert limits == {64 * 2**20}
+    assert dict(server_options(5))[names[0]] == dict(channel_options("a:1", 5))[names[1]] == 5
+
+
+def test_row_86_what_clients_ping_servers_allow() -> None:
+    server, channel = dict(server_options()), dict(channel_options("localhost:1"))
+    allowed = int(server["grpc.http2.min_ping_interval_without_data_ms"])
+    assert int(channel["grpc.keepalive_time_ms"]) > allowed
+    assert server["grpc.keepalive_permit_without_calls"] == 1
+    assert server["grpc.http2.max_ping_strikes"] == 0
+
+
+async def test_row_86_even_an_eager_client_is_not_sent_away() -> None:
+    """A ping each 100 ms on an idle stream, where default options give up after a few."""
+    server = grpc.aio.server(options=server_options())
+    health = Health(())
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    eager = [
+        ("grpc.keepalive_time_ms", 100),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=eager) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        await asyncio.sleep(1.5)
+        health.set_serving(True)
+        async with asyncio.timeout(5):
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+    await server.stop(0)
+
+
+async def test_row_23_a_second_server_cannot_have_the_port() -> None:
+    first = grpc.aio.server(options=server_options())
+    port = first.add_insecure_port("127.0.0.1:0")
+    await first.start()
+    second = grpc.aio.server(options=server_options())
+    with pytest.raises(RuntimeError):
+        second.add_insecure_port(f"127.0.0.1:{port}")
+    await first.stop(0)
