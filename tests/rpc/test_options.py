@@ -67,6 +67,8 @@ async def test_row_86_even_an_eager_client_is_not_sent_away() -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         await watch.read()
         await asyncio.sleep(1.5)
+        # After a GOAWAY (too_many_pings) it would be IDLE or reconnecting.
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
         health.set_serving(True)
         async with asyncio.timeout(5):
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
