@@ -183,4 +183,4 @@ class _TorchStep:
         # The query heads of a KV head stand where queries of one head would: nothing is expanded.
         query = query.view(group.size, num_kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask)
-        return attended.view(group.size, -1, head_dim)
+        return attended.reshape(group.size, -1, head_dim)
