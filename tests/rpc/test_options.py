@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 import pytest
@@ -51,28 +52,45 @@ def test_row_86_what_clients_ping_servers_allow() -> None:
     assert server["grpc.http2.max_ping_strikes"] == 0
 
 
-async def test_row_86_even_an_eager_client_is_not_sent_away() -> None:
-    """A ping each 100 ms on an idle stream, where default options give up after a few."""
-    server = grpc.aio.server(options=server_options())
+@pytest.mark.parametrize("options", ["ours", "default"])
+async def test_row_86_even_an_eager_client_is_not_sent_away(options: str) -> None:
+    """A ping each 100 ms on an idle stream: with gRPC's defaults the server sends it away
+    (too_many_pings), and its next call needs a second connection."""
+    server = grpc.aio.server(options=server_options() if options == "ours" else [])
     health = Health(())
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    connections = 0
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(forward(reader, up_writer), forward(up_reader, writer))
+
+    proxy = await asyncio.start_server(connected, "127.0.0.1", 0)
     eager = [
         ("grpc.keepalive_time_ms", 100),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=eager) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    target = "{}:{}".format(*proxy.sockets[0].getsockname())
+    async with grpc.aio.insecure_channel(target, options=eager) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
         await watch.read()
-        await asyncio.sleep(1.5)
-        # After a GOAWAY (too_many_pings) it would be IDLE or reconnecting.
-        assert channel.get_state() is grpc.ChannelConnectivity.READY
-        health.set_serving(True)
-        async with asyncio.timeout(5):
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await asyncio.sleep(1.2)
+        await stub.Check(health_pb2.HealthCheckRequest())
+        assert (connections == 1) == (options == "ours")
         watch.cancel()
+    proxy.close()
     await server.stop(0)
 
 
