@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -48,6 +50,7 @@ class Client:
             return AsyncClient(engine, tokenizer, timeout_s=timeout_s, observer=observer)
 
         self._client = self._wait(create())
+        atexit.register(self.close)  # while the thread still runs
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
@@ -144,6 +147,7 @@ class Client:
     def close(self) -> None:
         if self._loop.is_closed():
             return
+        atexit.unregister(self.close)
         self._wait(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -172,8 +176,9 @@ class Client:
             while (delta := self._wait(take())) is not end:
                 yield delta
         finally:
-            if not self._loop.is_closed():
-                self._wait(stream.aclose())
+            # Not waited for: the garbage collector may be here, on the loop's own thread.
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the request
+                self._loop.call_soon_threadsafe(stream.cancel)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs it on the client's loop. Whoever interrupts the waiting cancels the work."""

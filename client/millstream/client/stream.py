@@ -33,7 +33,7 @@ class Stream:
                 self._generation = await self._start()
             delta = await self._generation.next_delta()
         except BaseException:
-            await self.aclose()
+            self.cancel()
             raise
         if delta.finish_reason is not None:
             self._ended = True
@@ -41,6 +41,10 @@ class Stream:
 
     async def aclose(self) -> None:
         """Cancels the request if it has not ended; idempotent."""
+        self.cancel()
+
+    def cancel(self) -> None:
+        """The same, to be called on the event loop."""
         if not self._ended:
             self._ended = True
             if self._generation is not None:
