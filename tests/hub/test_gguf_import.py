@@ -161,6 +161,8 @@ def test_shards_have_an_index(tmp_path: Path) -> None:
         ({"metadata": {"tokenizer.ggml.pre": "gibberish"}}, "pre-tokenizer 'gibberish'"),
         ({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer 'bert'"),
         ({"metadata": {"tokenizer.ggml.tokens": None}}, "no vocabulary"),
+        ({"metadata": {"tokenizer.ggml.tokens": ["a", "b", "a"]}}, "3 tokens, 2 of them"),
+        ({"metadata": {"tokenizer.ggml.tokens": [*"abc", *map(str, range(300))]}}, "303 tokens"),
         ({"metadata": {"tokenizer.ggml.merges": ["zz qq"]}}, "do not fit together"),
         ({"metadata": {"split.count": 2}}, "several files"),
     ],

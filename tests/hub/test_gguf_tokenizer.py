@@ -23,9 +23,9 @@ TEXTS = (
 )
 
 
-def import_pair(tmp_path: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
+def import_pair(tmp_path: Path, metadata: dict[str, Any], **model: Any) -> tuple[Any, Any]:
     """Our tokenizer of a tiny file, and transformers' reading of the same file."""
-    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), metadata=metadata)
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama(**model), metadata=metadata)
     import_gguf(file, tmp_path / "out")
     ours = AutoTokenizer.from_pretrained(tmp_path / "out")
     return ours, AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
@@ -72,7 +72,7 @@ def test_sentencepiece(tmp_path: Path, prefixed: bool) -> None:
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_space_prefix": prefixed,
     }
-    ours, theirs = import_pair(tmp_path, metadata)
+    ours, theirs = import_pair(tmp_path, metadata, vocab_size=len(kinds))
     for text in (*TEXTS, "hello  world"):
         ids = ours(text).input_ids
         assert ids[0] == 1  # SentencePiece files add BOS where they do not say

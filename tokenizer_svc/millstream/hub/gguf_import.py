@@ -71,7 +71,7 @@ def import_gguf(
         partial.chmod(0o755)
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", generation_config(metadata))
-        write_tokenizer(metadata, partial)
+        write_tokenizer(metadata, partial, config["vocab_size"])
         _write_weights(partial, tensors, config, on_progress, max_shard_bytes)
         partial.replace(out_dir)
     finally:

@@ -46,11 +46,17 @@ _SPLITS = {
 _IGNORE_MERGES = (*_LLAMA3_NAMES, "tekken")
 
 
-def write_tokenizer(metadata: Metadata, folder: Path) -> None:
-    """Writes the tokenizer's files into `folder`. Raises GgufError for a kind that isn't known."""
+def write_tokenizer(metadata: Metadata, folder: Path, vocab_size: int) -> None:
+    """Writes the tokenizer's files into `folder`. Raises GgufError for a kind that isn't known, or
+    a vocabulary that does not fit the model's vocab_size."""
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
     if not tokens:
         raise GgufError("the file has no vocabulary (tokenizer.ggml.tokens)")
+    distinct = len(set(tokens))
+    if len(tokens) > vocab_size or distinct != len(tokens):
+        raise GgufError(
+            f"{len(tokens)} tokens, {distinct} of them different, for a model of {vocab_size}"
+        )
     special = {
         f"{name}_token": tokens[metadata[key]]
         for name, key in (
