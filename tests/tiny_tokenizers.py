@@ -41,8 +41,7 @@ SPM_PIECES = tuple(
 
 def byte_tokenizer() -> Tokenizer:
     """Every byte is a token; three special tokens; one added token that is not special."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(_ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL_TOKENS])
@@ -52,9 +51,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def byte_ids(data: str | bytes) -> list[int]:
     """The byte tokenizer's ids of some text or of bytes that are no text."""
-    ranks = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    raw = data.encode() if isinstance(data, str) else data
-    return [ranks[_byte_to_char(byte)] for byte in raw]
+    return [_ID_OF_BYTE[byte] for byte in (data.encode() if isinstance(data, str) else data)]
 
 
 def _byte_to_char(byte: int) -> str:
@@ -63,6 +60,10 @@ def _byte_to_char(byte: int) -> str:
     if byte in printable:
         return chr(byte)
     return chr(0x100 + [b for b in range(256) if b not in printable].index(byte))
+
+
+_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_ID_OF_BYTE = [_ALPHABET.index(_byte_to_char(byte)) for byte in range(256)]
 
 
 def spm_tokenizer(*, strip: bool = True) -> Tokenizer:
