@@ -15,7 +15,7 @@ from millstream.client.engine_stream import Observer
 from millstream.client.processes import LaunchError, ServiceProcesses
 
 _SERVER_FLAGS = {"drain_timeout_s": 5.0, "max_message_bytes": 0}  # both services have these
-_NO_MODEL_FILES = {"load_format": "dummy", "runner": "instant"}
+_TOKENIZER_FLAGS = (*_SERVER_FLAGS, "served_model_name")
 
 
 @contextlib.contextmanager
@@ -68,7 +68,9 @@ def prefetch(model: str | None, engine_flags: Mapping[str, Any]) -> None:
 
     Raises LaunchError.
     """
-    if any(engine_flags.get(name) == value for name, value in _NO_MODEL_FILES.items()):
+    only_shape = engine_flags.get("load_format") == "dummy"
+    no_model = model is None and engine_flags.get("runner", "model") != "model"
+    if only_shape or no_model:
         return
     hub: Any = import_service("millstream.hub")
     try:
@@ -111,7 +113,7 @@ def engine_arguments(flags: Mapping[str, Any]) -> list[str]:
 
 def tokenizer_arguments(model: str | None, flags: Mapping[str, Any]) -> list[str]:
     """What the tokenizer service takes of it."""
-    shared = {name: flags[name] for name in _SERVER_FLAGS if name in flags}
+    shared = {name: flags[name] for name in _TOKENIZER_FLAGS if name in flags}
     return engine_arguments({"model": model, **shared})
 
 

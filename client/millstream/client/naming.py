@@ -8,10 +8,17 @@ from google.rpc import status_pb2
 
 from millstream.rpc.errors import MillstreamError, from_status
 
-_KEYWORDS = {"token_ids": "prompt", "timeout_ms": "timeout_s"}
-# inputs[3].chat.messages[0].content -> messages[0].content; inputs[3].text -> prompt
-_PREFIX = re.compile(r"^(sampling\.|submit\[\d+\]\.|inputs\[\d+\]\.chat\.)+")
-_TEXT = re.compile(r"^inputs(\[\d+\](\.text)?)?$")
+_KEYWORDS = {
+    "token_ids": "prompt",
+    "text": "prompt",
+    "chat": "messages",
+    "timeout_ms": "timeout_s",
+    "tools_json": "tools",
+    "variables_json": "template_variables",
+}
+# sampling.top_p -> top_p; inputs[3].chat.messages[0].content -> messages[0].content
+_PREFIX = re.compile(r"^(sampling\.|inputs\[\d+\]\.(chat\.)?)")
+_INPUT = re.compile(r"^inputs\[\d+\]$")
 
 
 def from_service(status: status_pb2.Status) -> MillstreamError:
@@ -31,5 +38,5 @@ def in_keywords(error: MillstreamError) -> MillstreamError:
 
 
 def _keyword(field: str) -> str:
-    name = _TEXT.sub("prompt", _PREFIX.sub("", field))
+    name = _INPUT.sub("prompt", _PREFIX.sub("", field))
     return _KEYWORDS.get(name, name)

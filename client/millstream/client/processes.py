@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import IO
 
 _STOP_GRACE_S = 8.0  # then SIGKILL
-_POLL_S = 0.5
 
 
 class LaunchError(RuntimeError):
@@ -109,9 +108,10 @@ class ServiceProcesses:
         """Returns when all serve. Raises LaunchError when one ends, or is not ready in time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while starting := [child.name for child in self._children if child.port is None]:
-            if deadline is not None and time.monotonic() >= deadline:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
                 raise LaunchError(f"the {starting[0]} did not start within {timeout_s:g} s")
-            self._watch(_POLL_S if deadline is not None else None)
+            self._watch(left_s)
 
     def wait_failure(self) -> None:
         """Blocks for as long as all serve, then raises LaunchError."""
