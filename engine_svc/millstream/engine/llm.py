@@ -5,6 +5,7 @@ The same validation, EngineCore and ModelRunner as behind gRPC: there is no seco
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -101,7 +102,8 @@ class LLM:
                     results.update((record.key, token_ids) for record, token_ids in finished)
                     progress.update(len(finished))
         except BaseException:  # Ctrl-C too: the next call finds an idle engine
-            self._cancel_all()
+            with contextlib.suppress(Exception):  # a broken engine's second fault hides the first
+                self._cancel_all()
             raise
         return [
             {"text": self._decode(results[key], each), "token_ids": results[key]}

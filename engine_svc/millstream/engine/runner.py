@@ -69,6 +69,9 @@ class ModelRunner:
         self._resolved = resolved = resolve(config, detect(config.device), model_config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if resolved.on_gpu:
+            # cuDNN's attention plans anew for each length it has not seen: 2 ms a layer and step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._results = GpuResults(resolved) if resolved.on_gpu else CpuResults()
         with torch.inference_mode():
             started = time.monotonic()
@@ -163,6 +166,8 @@ class ModelRunner:
                 "not fit in the memory beside the weights"
             ) from error
         except RuntimeError as error:
+            if resolved.dtype is torch.float32:
+                raise  # every device has it: this fault is ours
             raise LoadError(
                 f"dtype: the model does not run in {resolved.dtype} on {resolved.device}: {error}"
             ) from error

@@ -22,6 +22,8 @@ _NOISE_RANGE = 25.7
 _TOP_P_WIDTH = 256
 # On the CPU, noise is drawn token by token when fewer than one in so many tokens can win.
 _SPARSE = 8
+# On the CPU, noise is drawn for so many rows at a time: what that takes stays in the cache.
+_CPU_ROWS = 4
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
@@ -154,16 +156,32 @@ def _race(
     scaled: torch.Tensor, lowest: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """The token with the best score among those not below `lowest` [N]; at least one is not."""
-    running = scaled >= lowest[:, None]
-    # When few tokens are left, noise for these alone is cheaper; a GPU would wait for their number.
-    if scaled.device.type == "cpu" and _SPARSE * int(running.count_nonzero()) < running.numel():
-        row, token_id = running.nonzero(as_tuple=True)
-        noise = exponential_noise(seeds[row], positions[row], token_id)
-        scores = torch.full_like(scaled, -torch.inf)
-        scores[row, token_id] = scaled[row, token_id] - noise.log()
-        return scores.argmax(dim=1)
+    if scaled.device.type != "cpu":
+        running = scaled >= lowest[:, None]
+        return _dense_race(scaled, running, seeds, positions)
+    some = [slice(i, i + _CPU_ROWS) for i in range(0, len(scaled), _CPU_ROWS)]
+    return torch.cat([_cpu_race(scaled[i], lowest[i], seeds[i], positions[i]) for i in some])
+
+
+def _dense_race(
+    scaled: torch.Tensor, running: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     noise = exponential_noise_rows(seeds, positions, scaled.shape[1])
     return (scaled - noise.log()).masked_fill(~running, -torch.inf).argmax(dim=1)
+
+
+def _cpu_race(
+    scaled: torch.Tensor, lowest: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """When few tokens are left, draws noise for these alone; a GPU would wait for their number."""
+    running = scaled >= lowest[:, None]
+    if _SPARSE * int(running.count_nonzero()) > running.numel():
+        return _dense_race(scaled, running, seeds, positions)
+    row, token_id = running.nonzero(as_tuple=True)
+    noise = exponential_noise(seeds[row], positions[row], token_id)
+    scores = torch.full_like(scaled, -torch.inf)
+    scores[row, token_id] = scaled[row, token_id] - noise.log()
+    return scores.argmax(dim=1)
 
 
 def exponential_noise_rows(
