@@ -105,6 +105,22 @@ async def test_rows_25_26_a_failed_core_ends_everything(trouble: int | None, say
         await watch.close()
 
 
+async def test_a_reader_that_stopped_learns_of_the_end_too() -> None:
+    """Its messages are held back by HTTP/2 windows, so that the server waits in a write."""
+    with engine("--max-model-len", "200000") as server:
+        async with connect(server.target) as stub:
+            stream = Stream(stub)
+            await stream.submit(
+                *(submission(h, [7], max_tokens=190_000, ignore_eos=True) for h in range(8))
+            )
+            await stream.until_token(0)
+            await asyncio.sleep(0.5)
+            os.kill(server.core_pid(), signal.SIGKILL)
+            await asyncio.to_thread(server.finish, 5)
+            assert server.process.returncode == 1
+            assert (await stream.status())[0] is UNAVAILABLE
+
+
 async def test_row_26_sigkill_of_the_front_end_takes_the_core_along() -> None:
     with engine(runner=SCRIPTED) as server:
         core = server.core_pid()

@@ -127,6 +127,8 @@ def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:
     module, _, function = _RUNNERS.get(name, name).partition(":")
     if not function:
         raise ValueError(f"--runner: model, instant or module:function, not {name!r}")
+    if name not in _RUNNERS:
+        sys.path.append(os.getcwd())  # where the user's own modules are
     try:
         found: Callable[[EngineConfig, Path | None], Runner]
         found = getattr(importlib.import_module(module), function)

@@ -7,11 +7,9 @@ streams.py's, what a submission may say validation.py's, the core process superv
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import itertools
 import logging
 import secrets
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ from millstream.rpc.errors import (
     abort,
     to_status,
 )
+from millstream.rpc.threads import in_daemon_thread
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._core.failed.add_done_callback(self._on_failed)
         self._info: RunnerInfo | None = None
         self._engine_info = engine_pb2.EngineInfo()
-        self._unavailable: EngineUnavailable | None = EngineUnavailable("the engine is starting")
+        self._unavailable: str | None = "the engine is starting"
         self._streams: dict[int, Stream] = {}
         self._stream_numbers = itertools.count(1)
         self._messages_sent = 0
@@ -90,7 +89,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         engine_pb2_grpc.add_EngineServicer_to_server(self, server)
 
     async def load(self) -> None:
-        model = await _in_daemon_thread(self._find_model)
+        model = await in_daemon_thread(self._find_model, name="find-model")
         self._info = await self._core.start(model.path)
         self._engine_info = wire.engine_info(
             self._info,
@@ -106,9 +105,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return await asyncio.shield(self._core.failed)
 
     async def drain(self, timeout_s: float) -> None:
-        self._unavailable = EngineUnavailable("the engine is stopping")
+        self._unavailable = "the engine is stopping"
         for stream in self._streams.values():
-            stream.end_when_idle(self._unavailable)
+            stream.end_when_idle(EngineUnavailable(self._unavailable))
         if not await self._streams_ended(timeout_s):
             for stream in self._streams.values():
                 self._finish(stream, stream.live_handles, FinishReason.SHUTDOWN)
@@ -120,9 +119,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         await self._core.close()
 
     def _on_failed(self, failed: asyncio.Future[str]) -> None:
-        self._unavailable = EngineUnavailable(f"the engine failed: {failed.result()}")
+        if self._unavailable is None:
+            self._unavailable = f"the engine failed: {failed.result()}"
         for stream in self._streams.values():
-            stream.fail(self._unavailable)
+            stream.fail(EngineUnavailable(self._unavailable))
 
     async def _streams_ended(self, timeout_s: float) -> bool:
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -160,15 +160,15 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def GetEngineInfo(
         self, request: engine_pb2.GetEngineInfoRequest, context: Context
     ) -> engine_pb2.GetEngineInfoResponse:
-        if self._info is None and self._unavailable is not None:
-            await abort(context, self._unavailable)
+        if self._info is None:
+            await abort(context, EngineUnavailable(self._unavailable or ""))
         return engine_pb2.GetEngineInfoResponse(engine=self._engine_info)
 
     async def GetStats(
         self, request: engine_pb2.GetStatsRequest, context: Context
     ) -> engine_pb2.GetStatsResponse:
-        if self._info is None and self._unavailable is not None:
-            await abort(context, self._unavailable)
+        if self._info is None:
+            await abort(context, EngineUnavailable(self._unavailable or ""))
         try:
             gauges = await self._core.stats()
         except EngineUnavailable as error:
@@ -183,25 +183,36 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, request_iterator: AsyncIterator[engine_pb2.GenerateRequest], context: Context
     ) -> None:
         if self._unavailable is not None:
-            await abort(context, self._unavailable)
+            await abort(context, EngineUnavailable(self._unavailable))
         stream = Stream(next(self._stream_numbers))
-        self._streams[stream.number] = stream
-        reading = asyncio.create_task(self._read(stream, request_iterator))
         try:
-            await self._write(stream, context)
+            await self._serve(stream, request_iterator, context)
         except MillstreamError as error:
             await abort(context, error)
+
+    async def _serve(
+        self,
+        stream: Stream,
+        requests: AsyncIterator[engine_pb2.GenerateRequest],
+        context: Context,
+    ) -> None:
+        """Until the stream ends. Raises its error; cancelled when the RPC is."""
+        self._streams[stream.number] = stream
+        reading = asyncio.create_task(self._read(stream, requests))
+        try:
+            await self._write(stream, context)
         finally:
             reading.cancel()
             del self._streams[stream.number]
             self._finish(stream, stream.close(), FinishReason.CANCELLED)
 
     async def _write(self, stream: Stream, context: Context) -> None:
-        ready = engine_pb2.Ready(engine=self._engine_info)
-        await context.write(engine_pb2.GenerateResponse(ready=ready))
-        while (message := await stream.next()) is not None:
+        message: engine_pb2.GenerateResponse | None
+        message = engine_pb2.GenerateResponse(ready=engine_pb2.Ready(engine=self._engine_info))
+        while message is not None:
             await context.write(message)
             self._messages_sent += 1
+            message = await stream.next()
 
     async def _read(
         self, stream: Stream, requests: AsyncIterator[engine_pb2.GenerateRequest]
@@ -209,8 +220,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         """Obeys a stream's messages until it is half-closed. Fails the stream, never in silence."""
         try:
             async for message in requests:
-                for submissions in _slices(message.submit, SUBMISSIONS_PER_TURN):
-                    self._submit(stream, submissions)
+                for start in range(0, len(message.submit), SUBMISSIONS_PER_TURN):
+                    self._submit(stream, message.submit[start : start + SUBMISSIONS_PER_TURN])
                     await asyncio.sleep(0)
                     await stream.room()
                 self._finish(stream, filter(stream.is_live, message.cancel), FinishReason.CANCELLED)
@@ -230,10 +241,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             except Exception as error:
                 if not isinstance(error, MillstreamError):
                     logger.exception("validating a submission failed")
-                stream.reject(
-                    engine_pb2.Rejected(handle=submission.handle, status=to_status(error))
-                )
+                status = to_status(error)
+                stream.reject(engine_pb2.Rejected(handle=submission.handle, status=status))
+                logger.debug("stream %d: refused: %s", stream.number, status.message)
                 continue
+            logger.debug("accepted %s", request.request_id)
             requests.append(request)
             accepted = engine_pb2.Accepted(
                 handle=submission.handle,
@@ -248,7 +260,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         if stream.in_use(submission.handle):
             raise DuplicateHandle(f"handle: {submission.handle} is in use", field="handle")
         if self._unavailable is not None:
-            raise self._unavailable
+            raise EngineUnavailable(self._unavailable)
         assert self._info is not None
         most = self._info.max_num_seqs + self._config.max_queued_requests
         if self._core.num_live + num_new >= most:
@@ -299,26 +311,3 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             stream = self._streams.get(number)
             if stream is not None:
                 stream.add_step(handles, token_ids, finished)
-
-
-def _slices(
-    submissions: Iterable[engine_pb2.Submission], size: int
-) -> Iterable[list[engine_pb2.Submission]]:
-    iterator = iter(submissions)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
-
-
-async def _in_daemon_thread(function: Callable[[], Model]) -> Model:
-    """Like asyncio.to_thread, but a thread still at work does not hold up the process's exit."""
-    outcome: concurrent.futures.Future[Model] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    outcome.set_running_or_notify_cancel()
-    threading.Thread(target=run, name="find-model", daemon=True).start()
-    return await asyncio.wrap_future(outcome)

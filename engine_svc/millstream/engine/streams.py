@@ -41,7 +41,7 @@ class _Waiting:
             self.handles, self.token_ids = array("I", self.handles), array("I", self.token_ids)
         self.handles.extend(handles)
         self.token_ids.extend(token_ids)
-        self.finished = [*self.finished, *finished]
+        self.finished.extend(finished)
         self.merged = True
 
     def output(self) -> engine_pb2.StepOutput | None:

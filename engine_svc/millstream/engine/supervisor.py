@@ -74,7 +74,8 @@ class Supervisor:
         """Starts the process and waits until it is loaded. Raises StartError."""
         front, core = socket_pair()
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
-        command = [sys.executable, "-m", "millstream.engine.core_process"]
+        # -P: nothing in the working directory is taken for a module of the same name.
+        command = [sys.executable, "-P", "-m", "millstream.engine.core_process"]
         # A new interpreter, never a bare fork: grpc has threads by now. Popen takes milliseconds.
         with core:
             self._process = subprocess.Popen(  # noqa: ASYNC220
@@ -156,14 +157,13 @@ class Supervisor:
                 assert_never(record)
 
     def _on_closed(self, error: Exception | None) -> None:
-        if self._failed.done():
-            return
         if error is not None:
-            logger.error("the channel to the core process broke", exc_info=error)
-        self._reporting = asyncio.create_task(self._report_end())
+            self._fail(f"the channel to the core process broke: {error!r}")
+        elif not self._failed.done():
+            self._reporting = asyncio.create_task(self._report_end())
 
     async def _report_end(self) -> None:
-        """The channel closed by itself: says how the process ended, which takes it a moment."""
+        """The channel is closed: says how the process ended, which takes it a moment."""
         assert self._process is not None
         await self._exited(_EXIT_GRACE_S)
         self._fail(f"the core process {_how_it_ended(self._process.returncode)}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 # any context there is, and still a bound. Both services and the client default to it.
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024
+LOOKAHEAD_BYTES = 256 * 1024
 
 Options = list[tuple[str, int | str]]
 
@@ -21,9 +22,6 @@ def server_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Option
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A reader that stops is noticed after tens of messages instead of thousands.
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", 64 * 1024),
     ]
 
 
@@ -35,6 +33,10 @@ def channel_options(target: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BY
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 0),
         ("grpc.http2.max_pings_without_data", 0),
+        # HTTP/2 windows are the receiver's: a client that stops reading holds the server back after
+        # about so many bytes; with gRPC's defaults after megabytes, thousands of steps stale.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     ]
     if is_local(target):
         options.append(("grpc.enable_http_proxy", 0))  # http_proxy would capture localhost
