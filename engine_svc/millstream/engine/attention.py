@@ -5,6 +5,9 @@ TorchAttention is what the engine runs on CPUs and the oracle that later kernels
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +17,9 @@ from torch import Tensor
 
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.model_config import ModelConfig
+
+# Padding contexts up to so many tokens costs less than another group of them.
+_SHORT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,26 +78,6 @@ class AttentionBackend(Protocol):
         """Prepares once what all layers of a step share."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A sequence of which this step computes rows [start, end)."""
-
-    start: int
-    end: int
-    slots: Tensor | None  # [2 * context]: cache rows of its keys, then values; None: no prefix
-    mask: Tensor | None  # [end - start, context] bool: which keys a query sees
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeGroup:
-    """Sequences of one token each, of similar context lengths, attended to together."""
-
-    rows: Tensor | None  # [n] rows of the step's tokens; None: all of its decodes, in order
-    slots: Tensor  # [2 * n * longest]: cache rows of their keys, then values
-    mask: Tensor | None  # [n, 1, 1, longest] bool; None: equal lengths
-    size: int
-
-
 class TorchAttention:
     """Gathers each sequence's keys and values out of its blocks, then attends with torch's SDPA."""
 
@@ -99,88 +85,137 @@ class TorchAttention:
         return _TorchStep(batch, kv_cache)
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A sequence of which this step computes the tokens in `tokens`."""
+
+    tokens: slice
+    rows: Tensor | None  # [2 * Hkv * context] cache rows to gather; None: it has no prefix
+    mask: Tensor | None  # [tokens, context] added to scores; None: causal
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Sequences of one token each that are attended to together."""
+
+    tokens: slice | Tensor  # n tokens
+    rows: Tensor  # [2 * n * Hkv * longest] cache rows to gather
+    mask: Tensor | None  # [n, 1, 1, longest] added to scores; None: equal lengths
+    gathered: Tensor  # [rows, head_dim] to gather into
+
+
 class _TorchStep:
-    """The index tensors of one step. A cache *row* is a token's place: block * block_size + offset;
-    a layer's cache is seen as one matrix, the rows of its keys above those of its values."""
+    """The index tensors that the layers of one step share.
+
+    A layer's cache is seen as one matrix with a row for each head of each token:
+        key rows   (block * block_size + offset) * Hkv + head
+        value rows   the same, below all the keys
+    """
 
     def __init__(self, batch: ForwardBatch, kv_cache: KVCache) -> None:
         data = kv_cache.data
-        self._num_rows = data.shape[2] * data.shape[3]
-        self._layers = data.view(data.shape[0], 2 * self._num_rows, *data.shape[4:])
-        self._block_size = kv_cache.block_size
-        self._kv_indices = batch.kv_indices
-        num_chunks = len(batch.query_lens) - batch.num_decodes
-        self._chunks = []
-        start = 0
-        for index in range(num_chunks):
-            end = start + batch.query_lens[index]
-            self._chunks.append(self._chunk(batch, index, start, end))
-            start = end
-        self._first_decode = start
-        self._groups = self._decode_groups(batch, num_chunks) if batch.num_decodes else []
-
-    def _chunk(self, batch: ForwardBatch, index: int, start: int, end: int) -> _Chunk:
-        queries, context = end - start, batch.contexts[index]
-        if queries == context:  # its keys and values are this step's
-            return _Chunk(start, end, None, None)
-        positions = torch.arange(context, device=batch.positions.device)
-        slots = self._slots(batch.block_tables[index], positions)
-        mask = positions <= positions[context - queries :, None]
-        return _Chunk(start, end, slots, mask)
-
-    def _decode_groups(self, batch: ForwardBatch, first: int) -> list[_DecodeGroup]:
-        longest = max(batch.contexts[first:])
-        device = batch.positions.device
-        lengths = batch.context_lens[first:, None]
-        positions = torch.arange(longest, device=device)[None, :]
-        mask = positions < lengths
-        # Padding reads the sequence's first token: a zero weight does not silence a NaN, and an
-        # unused row may hold one.
-        slots = self._slots(batch.block_tables[first:], torch.where(mask, positions, 0))
-        equal = min(batch.contexts[first:]) == longest
-        return [
-            _DecodeGroup(None, slots, None if equal else mask[:, None, None, :], batch.num_decodes)
+        self._batch = batch
+        self._data = data
+        self._block_size, self._num_kv_heads, self._head_dim = data.shape[3:]
+        self._num_tokens = data.shape[2] * self._block_size  # that a layer's cache has room for
+        self._kv_heads = torch.arange(self._num_kv_heads, device=data.device)[:, None]
+        first_decode = len(batch.query_lens) - batch.num_decodes
+        ends = list(itertools.accumulate(batch.query_lens[:first_decode], initial=0))
+        self._chunks = [
+            self._chunk(index, slice(*bounds))
+            for index, bounds in enumerate(itertools.pairwise(ends))
+        ]
+        groups = _similar_lengths(batch.contexts[first_decode:])
+        self._decodes = [
+            self._decode_group(group, first_decode, ends[-1], len(groups)) for group in groups
         ]
 
-    def _slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
-        """Cache rows of positions [.., n] given tables [.., width]: of keys, then of values."""
-        blocks = block_tables.gather(-1, positions // self._block_size)
-        keys = (blocks * self._block_size + positions % self._block_size).flatten()
-        return torch.cat((keys, keys + self._num_rows))
-
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cache = self._layers[layer]
-        cache[: self._num_rows].index_copy_(0, self._kv_indices, key)
-        cache[self._num_rows :].index_copy_(0, self._kv_indices, value)
+        cache = self._data[layer].view(2, self._num_tokens, self._num_kv_heads, self._head_dim)
+        cache[0].index_copy_(0, self._batch.kv_indices, key)
+        cache[1].index_copy_(0, self._batch.kv_indices, value)
+        rows = cache.view(-1, self._head_dim)
         output = torch.empty_like(query)
         for chunk in self._chunks:
-            rows = slice(chunk.start, chunk.end)
-            output[rows] = self._attend_chunk(chunk, cache, query[rows], key[rows], value[rows])
-        for group in self._groups:
-            output[self._first_decode :] = self._attend_decodes(
-                group, cache, query[self._first_decode :]
-            )
+            output[chunk.tokens] = self._attend_chunk(chunk, rows, query, key, value)
+        for decodes in self._decodes:
+            output[decodes.tokens] = self._attend_decodes(decodes, rows, query[decodes.tokens])
         return output
+
+    def _chunk(self, index: int, tokens: slice) -> _Chunk:
+        queries, context = tokens.stop - tokens.start, self._batch.contexts[index]
+        if queries == context:  # its keys and values are this step's
+            return _Chunk(tokens, None, None)
+        positions = torch.arange(context, device=self._data.device)
+        rows = self._rows(self._batch.block_tables[index], positions)
+        return _Chunk(tokens, rows, self._mask(positions <= positions[-queries:, None]))
+
+    def _decode_group(
+        self, group: list[int], first_sequence: int, first_token: int, num_groups: int
+    ) -> _Decodes:
+        """`group` counts from the first decode, which is that sequence and that token."""
+        sequences: slice | Tensor = slice(first_sequence, None)
+        tokens: slice | Tensor = slice(first_token, None)
+        if num_groups > 1:
+            members = torch.tensor(group, device=self._data.device)
+            sequences, tokens = members + first_sequence, members + first_token
+        contexts = [self._batch.contexts[first_sequence + member] for member in group]
+        longest = max(contexts)
+        positions = torch.arange(longest, device=self._data.device)
+        seen = positions < self._batch.context_lens[sequences, None]
+        # Padding reads the first token of its sequence: a weight of zero does not silence a NaN,
+        # and an unused row may hold one.
+        rows = self._rows(self._batch.block_tables[sequences], torch.where(seen, positions, 0))
+        mask = None if min(contexts) == longest else self._mask(seen[:, None, None, :])
+        return _Decodes(tokens, rows, mask, self._data.new_empty(len(rows), self._head_dim))
+
+    def _rows(self, block_tables: Tensor, positions: Tensor) -> Tensor:
+        """Cache rows [2, .., Hkv, n], flattened, of positions [.., n] given tables [.., width]."""
+        blocks = block_tables.gather(-1, positions // self._block_size)
+        tokens = blocks * self._block_size + positions % self._block_size
+        keys = (tokens.unsqueeze(-2) * self._num_kv_heads + self._kv_heads).flatten()
+        return torch.cat((keys, keys + self._num_tokens * self._num_kv_heads))
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        """What is added to scores: 0 where `seen`, -inf elsewhere."""
+        return torch.zeros_like(seen, dtype=self._data.dtype).masked_fill_(~seen, -math.inf)
 
     def _attend_chunk(
         self, chunk: _Chunk, cache: Tensor, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        if chunk.slots is not None:
-            key, value = cache.index_select(0, chunk.slots).chunk(2)
+        query = query[chunk.tokens].transpose(0, 1)
+        if chunk.rows is None:
+            key, value = key[chunk.tokens].transpose(0, 1), value[chunk.tokens].transpose(0, 1)
+        else:
+            gathered = cache.index_select(0, chunk.rows)
+            key, value = gathered.view(2, self._num_kv_heads, -1, self._head_dim)
         return F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
+            query[None],
+            key[None],
+            value[None],
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
             enable_gqa=True,
         )[0].transpose(0, 1)
 
-    def _attend_decodes(self, group: _DecodeGroup, cache: Tensor, query: Tensor) -> Tensor:
-        num_kv_heads, head_dim = cache.shape[-2:]
-        gathered = cache.index_select(0, group.slots)
-        key, value = gathered.view(2, group.size, -1, num_kv_heads, head_dim).transpose(2, 3)
-        # The query heads of a KV head stand where queries of one head would: nothing is expanded.
-        query = query.view(group.size, num_kv_heads, -1, head_dim)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask)
-        return attended.reshape(group.size, -1, head_dim)
+    def _attend_decodes(self, decodes: _Decodes, cache: Tensor, query: Tensor) -> Tensor:
+        torch.index_select(cache, 0, decodes.rows, out=decodes.gathered)
+        shape = (len(query), self._num_kv_heads, -1, self._head_dim)
+        key, value = decodes.gathered.view(2, *shape)
+        # The query heads of a KV head stand where one head's queries would: nothing is expanded.
+        attended = F.scaled_dot_product_attention(
+            query.view(shape), key, value, attn_mask=decodes.mask
+        )
+        return attended.reshape(query.shape)  # not contiguous on every device
+
+
+def _similar_lengths(contexts: Sequence[int]) -> list[list[int]]:
+    """Indices of contexts, in groups whose work padding to the longest at most doubles."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(contexts)), key=lambda index: -contexts[index]):
+        longest = contexts[groups[-1][0]] if groups else math.inf
+        if longest <= max(2 * contexts[index], _SHORT_TOKENS):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return [sorted(group) for group in groups]

@@ -14,8 +14,9 @@ class ForwardBatch:
         sequence 0          sequence 1      ...    T = query_starts[S] tokens in all
         [q_start0 ..)[q_start1 ..)
 
-    A sequence's context is its computed tokens and this step's: its queries are the last ones of it.
-    Device tensors are what kernels read; the tuples are the same numbers for torch code on the host.
+    A sequence's context is its computed tokens and this step's: its queries are the last ones of
+    it. Device tensors are what kernels read; the tuples are the same numbers for torch code on the
+    host.
     """
 
     token_ids: torch.Tensor  # [T] int64

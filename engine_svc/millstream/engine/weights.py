@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from millstream.engine.models import DecoderModel
 from millstream.engine.models.layers import Linear, ParameterPart, RMSNorm
@@ -61,6 +61,7 @@ def load_weights(
             raise WeightError(f"cannot read {path}: {error}") from error
     if model.tied and {_EMBEDDING, _LM_HEAD} <= names:
         _settle_tie(model, second_head)
+    model.pack()
     if on_progress is not None:
         on_progress(total_bytes, total_bytes)
 
@@ -76,6 +77,7 @@ def init_dummy_weights(model: DecoderModel, seed: int) -> None:
             layer.weight.data.fill_(1.0)
         elif isinstance(layer, Linear) and layer.bias is not None:
             layer.bias.data.zero_()
+    model.pack()
 
 
 def _tensor_files(model_dir: Path) -> dict[Path, list[str]]:
@@ -161,4 +163,4 @@ def _settle_tie(model: DecoderModel, lm_head: Tensor) -> None:
     lm_head = lm_head.to(device=embedding.device, dtype=embedding.dtype)
     if not torch.equal(lm_head, embedding):
         logger.warning("tie_word_embeddings is true but %s differs: not tied", _LM_HEAD)
-        model.lm_head.weight = nn.Parameter(lm_head, requires_grad=False)
+        model.untie(lm_head)

@@ -36,11 +36,12 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.attention = attention
+        self.tied = config.tie_word_embeddings  # the LM head's weight is the embedding
         self.model = Decoder(config)
         self.lm_head = LMHead(
             config.vocab_size,
             config.hidden_size,
-            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
+            tied_to=self.model.embed_tokens if self.tied else None,
         )
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
@@ -54,14 +55,19 @@ class DecoderModel(nn.Module):
     def checkpoint_parts(self) -> Iterator[tuple[str, ParameterPart]]:
         """Every tensor that a checkpoint must hold: its name, and where it goes."""
         for path, module in self.named_modules():
-            if isinstance(module, Layer):
-                if module is self.lm_head and self.tied:
-                    continue
+            if isinstance(module, Layer) and not (module is self.lm_head and self.tied):
                 yield from module.checkpoint_parts(path)
 
-    @property
-    def tied(self) -> bool:
-        return self.lm_head.weight is self.model.embed_tokens.weight
+    def untie(self, weight: Tensor) -> None:
+        """Gives the LM head a weight of its own."""
+        self.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+        self.tied = False
+
+    def pack(self) -> None:
+        """To be called once the parameters have their contents; they cannot be loaded again."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
 
 class Decoder(nn.Module):

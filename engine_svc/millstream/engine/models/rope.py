@@ -6,8 +6,8 @@ base with the longest length seen, so a token is rotated for the length that its
 `max(prompt length, position + 1)`, since a prompt is one forward and each later token another. Here
 that length is each token's own (`ForwardBatch.rope_lens`), so chunks, preemption and neighbours
 change nothing. (transformers keeps a grown base for later calls until a short prompt comes; what is
-matched is a call on a fresh model.) Keys at one position then differ between prompts longer than the
-original limit: their prefixes must not be shared.
+matched is a call on a fresh model.) Keys at one position then differ between prompts longer than
+the original limit: their prefixes must not be shared.
 """
 
 from __future__ import annotations
