@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 # gRPC's own lines for what we report in one of ours (a taken port). Read when grpc is imported.
@@ -18,6 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to instal
 from millstream import hub
 from millstream.rpc.flags import HelpFormatter, add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
+from millstream.rpc.process import run_and_exit
 from millstream.rpc.server import ServerConfig, StartError, run_service
 from millstream.tokenizer import config as tokenizer_config
 from millstream.tokenizer.codec import Codec, TokenizerLoadError
@@ -35,15 +34,7 @@ def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]
     config = tokenizer_config.from_arguments(arguments)
     configure_logging(arguments.log_level, process="tokenizer")
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            code = runner.run(_serve(config, server_config(arguments)))
-    except StartError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:  # before the service took the signals over
-        code = 130
-    sys.exit(code)
+    run_and_exit(PROG, lambda: _serve(config, server_config(arguments)))
 
 
 async def _serve(config: TokenizerConfig, server: ServerConfig) -> int:
@@ -68,15 +59,6 @@ def _load(config: TokenizerConfig) -> LoadedTokenizer:
         fingerprint=hub.fingerprint(model_dir),
         codec=codec,
     )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
 """Encode requests: cut into chunks, encoded on a pool of threads, within limits.
 
-A chunk is some tens of milliseconds of one thread, and a request has only a few of them queued at
-a time. So requests share the threads fairly, building the answer overlaps with encoding, and when
-the caller leaves, what is not begun is dropped.
+A chunk is a few milliseconds of one thread, and a request has only a few of them queued at a time.
+So requests share the threads fairly, building the answer overlaps with encoding, and when the
+caller leaves, what is not begun is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millstream.rpc.errors import DeadlineExceeded, InvalidArgument
 from millstream.tokenizer.codec import Codec
 from millstream.v1 import tokenizer_pb2
 
-_CHUNK_BYTES = 64 * 1024
+_CHUNK_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Encoder:
     def __init__(self, codec: Codec, pool: Executor, *, threads: int, limits: EncodeLimits) -> None:
         self._codec = codec
         self._pool = pool
-        self._max_chunks_queued = 2 * threads
+        self._max_chunks_queued = 4 * threads
         self._limits = limits
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
