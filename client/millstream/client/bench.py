@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from millstream.client.launch import import_service, launch
+from millstream.client.launch import import_service, launch, prefetch
 from millstream.client.processes import LaunchError
 from millstream.client.workload import Requests, Workload
 from millstream.v1 import engine_pb2
@@ -52,6 +52,7 @@ def run_in_process(
     """The same core in this process."""
     requests = workload.draw()
     results = []
+    prefetch(model, options)
     engine = import_service("millstream.engine")
     try:
         llm = engine.LLM(model, **options)

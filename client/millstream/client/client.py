@@ -148,7 +148,7 @@ class Client:
         if self._loop.is_closed():
             return
         atexit.unregister(self.close)
-        self._wait(self._client.close())
+        self._wait(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -165,6 +165,13 @@ class Client:
         self.close()
 
     # ----
+
+    async def _close(self) -> None:
+        await self._client.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def _iterate(self, stream: Stream) -> Iterator[Delta]:
         end = object()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 from millstream.client import bench
 from millstream.client.cli import flags
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}-len",
             nargs=2,
             type=_positive,
+            action=_Range,
             metavar=("MIN", "MAX"),
             default=getattr(default, f"{name}_len"),
             help=f"{what} tokens, drawn evenly; default: 100 1024",
@@ -49,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         model = _DUMMY_MODEL
     workload = Workload(
         num_requests=args.num_requests,
-        input_len=_range("--input-len", args.input_len),
-        output_len=_range("--output-len", args.output_len),
+        input_len=args.input_len,
+        output_len=args.output_len,
         temperature=args.temperature,
     )
     measure = bench.run_in_process if args.in_process else bench.run_through_grpc
@@ -81,11 +82,18 @@ def _line(result: bench.Result) -> str:
     )
 
 
-def _range(flag: str, bounds: tuple[int, int] | list[int]) -> tuple[int, int]:
-    low, high = bounds
-    if low > high:
-        sys.exit(f"millstream bench: error: argument {flag}: MIN {low} is above MAX {high}")
-    return low, high
+class _Range(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        low, high = values
+        if low > high:
+            raise argparse.ArgumentError(self, f"MIN {low} is above MAX {high}")
+        setattr(namespace, self.dest, (low, high))
 
 
 def _positive(text: str) -> int:

@@ -78,7 +78,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What the sampling flags say; a flag that is not given is unset."""
     given = {name: getattr(args, name) for name in _SAMPLING}
-    given = {name: value for name, value in given.items() if value not in (None, False)}
+    given = {name: value for name, value in given.items() if not (value is None or value is False)}
     if args.skip_special_tokens is False:
         given["skip_special_tokens"] = False
     if "logit_bias" in given:

@@ -1,0 +1,289 @@
+"""The command line against the fake services: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.fake_services import EOS, FakeServices
+
+from millstream.client.__main__ import run
+
+_COMMANDS = ("serve", "demo", "generate", "chat", "health", "fetch", "import-gguf", "bench")
+
+
+@pytest.fixture
+def targets(threaded_services: FakeServices) -> list[str]:
+    return ["--engine", threaded_services.target, "--tokenizer", threaded_services.target]
+
+
+def test_generate_prints_the_text(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "hello", *targets]) == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert run(["generate", "hello", "--chat", *targets]) == 0
+    assert capsys.readouterr().out == "user:hello\n"
+    assert run(["generate", "hello", "--max-tokens", "2", *targets]) == 0
+    assert capsys.readouterr().out == "he\n"
+    assert run(["generate", "a.b", "--stop", ".", "--stop", "x", *targets]) == 0
+    assert capsys.readouterr().out == "a\n"
+
+
+def test_generate_defaults_to_256_tokens(
+    targets: list[str], threaded_services: FakeServices
+) -> None:
+    assert run(["generate", "hello", *targets]) == 0
+    (message,) = (m for m in threaded_services.engine.messages if m.submit)
+    sampling = message.submit[0].sampling
+    assert sampling.max_tokens == 256
+    assert [field.name for field, _ in sampling.ListFields()] == ["max_tokens"]
+
+
+def test_generate_reads_stdin_and_prints_json(
+    targets: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
+    assert run(["generate", "-", "--json", *targets]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == "from stdin"
+    assert result["token_ids"] == [*b"from stdin", EOS]
+    assert result["finish_reason"] == "stop"
+    assert result["usage"]["prompt_tokens"] == 10
+
+
+def test_sampling_flags_arrive(targets: list[str], threaded_services: FakeServices) -> None:
+    flags = "--temperature 0 --top-p 0.5 --top-k 7 --min-p 0.1 --seed 0 --ignore-eos"
+    flags += " --max-tokens 3 --min-tokens 1 --stop-token-ids 3 4 --logit-bias 5=-1.5"
+    assert run(["generate", "hello", *flags.split(), *targets]) == 0
+    sampling = threaded_services.engine.messages[0].submit[0].sampling
+    assert sampling.temperature == 0
+    assert sampling.HasField("temperature")
+    assert (sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 7, 0)
+    assert sampling.HasField("seed")
+    assert list(sampling.stop_token_ids) == [3, 4]
+    assert dict(sampling.logit_bias) == {5: -1.5}
+    assert (sampling.ignore_eos, sampling.max_tokens, sampling.min_tokens) == (True, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        ([], 2, "COMMAND"),
+        (["nonsense"], 2, "nonsense"),
+        (["generate"], 2, "PROMPT"),
+        (["generate", "x", "--nonsense"], 2, "--nonsense"),
+        (["generate", "x", "--temperature", "warm"], 2, "--temperature"),
+        (["generate", "x", "--engine", "127.0.0.1:1", "--connect-timeout-s", "0.2"], 1, "reached"),
+        (["generate", "\udcff", "--engine", "127.0.0.1:1"], 1, "surrogate"),
+        (["chat", "--engine", "127.0.0.1:1", "--connect-timeout-s", "0.2"], 1, "127.0.0.1:1"),
+        (["serve", "--engine-port", "70000"], 2, "--engine-port"),
+        (["serve", "--dtype", "float8"], 2, "--dtype"),
+        (["serve", "--model", "./no-such-folder"], 1, "no-such-folder"),
+        (["demo", "--model", "./no-such-folder"], 1, "no-such-folder"),
+        (["bench", "--num-requests", "0"], 2, "--num-requests"),
+        (["bench", "--input-len", "9", "3"], 2, "--input-len"),
+        (["bench", "--in-process", "--model", "./no-such-folder"], 1, "no-such-folder"),
+        (["import-gguf", "no-such.gguf", "out"], 1, "no-such.gguf"),
+    ],
+)
+def test_errors_are_one_line(
+    argv: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        got = run(argv)
+    except SystemExit as stopped:
+        got = int(stopped.code or 0)
+    shown = capsys.readouterr()
+    assert got == code
+    assert shown.out == ""
+    lines = shown.err.strip().splitlines()
+    assert said in lines[-1]
+    assert "error: " in lines[-1]
+    assert len([line for line in lines if not line.startswith("starting")]) == 1
+
+
+def test_a_refused_value_names_the_field(
+    targets: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "x", "--top-p", "3", *targets]) == 1
+    assert capsys.readouterr().err.startswith("millstream generate: error: top_p: ")
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_help_is_complete(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run([command, "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: millstream {command}")
+    # Every flag has a line of its own that says something, or names its value.
+    for flag in set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE)):
+        assert re.search(rf"^  {flag}\b.*(\n +\S|  \S|[A-Z])", shown, re.MULTILINE), flag
+
+
+def test_health(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["health", *targets]) == 0
+    assert capsys.readouterr().out.count(": serving\n") == 2
+    assert run(["health", *targets[:2]]) == 0
+    assert capsys.readouterr().out == f"engine {targets[1]}: serving\n"
+    assert run(["health", "--engine", "127.0.0.1:1", *targets[2:]]) == 1
+    assert "engine 127.0.0.1:1: unreachable" in capsys.readouterr().out
+
+
+def test_health_watch_shows_changes_until_ctrl_c(
+    targets: list[str], threaded_services: FakeServices
+) -> None:
+    with _millstream("health", "--watch", *targets[:2]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith(": serving\n")
+        threaded_services.health.set_serving(False)  # noticed by the watcher's own wake-up
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in out + err
+
+
+def test_ctrl_c_while_generating(targets: list[str], threaded_services: FakeServices) -> None:
+    threaded_services.engine.step_s = 0.01
+    with _millstream("generate", "x" * 2000, "--max-tokens", "2000", *targets) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == "x"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+    deadline = time.monotonic() + 5
+    while threaded_services.engine.live:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_closed_pipe_is_no_traceback(targets: list[str], threaded_services: FakeServices) -> None:
+    threaded_services.engine.step_s = 0.002
+    with _millstream("generate", "x" * 2000, "--max-tokens", "2000", *targets) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(10) == 141
+
+
+def test_chat_remembers_its_turns(
+    targets: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nyou\n/reset\nnew\n/exit\nnot read\n"))
+    assert run(["chat", "--system", "s", *targets]) == 0
+    first = "system:s|user:hi"
+    assert capsys.readouterr().out.splitlines() == [
+        first,
+        f"{first}|assistant:{first}|user:you",
+        "system:s|user:new",
+    ]
+
+
+def test_chat_goes_on_after_a_refused_turn(
+    targets: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nyou\n"))
+    assert run(["chat", "--top-p", "3", *targets]) == 0
+    assert capsys.readouterr().err.count("error: top_p: ") == 2
+
+
+def test_ctrl_c_in_chat_stops_the_answer_and_then_the_program(
+    targets: list[str], threaded_services: FakeServices
+) -> None:
+    threaded_services.engine.step_s = 0.02
+    with _Terminal("chat", *targets) as terminal:
+        terminal.read_until("> ")
+        terminal.type(b"abcdefghij\n")
+        terminal.read_until("user:a")
+        terminal.interrupt()
+        terminal.read_until("[stopped]")
+        terminal.read_until("> ")
+        threaded_services.engine.step_s = 0
+        terminal.type(b"more\n")
+        terminal.read_until("|assistant:user:a")
+        terminal.read_until("|user:more")
+        terminal.read_until("> ")
+        assert threaded_services.engine.live == 0
+        terminal.interrupt()
+        assert terminal.process.wait(10) == 130
+
+
+def test_ctrl_d_ends_chat(targets: list[str]) -> None:
+    with _Terminal("chat", *targets) as terminal:
+        terminal.read_until("> ")
+        terminal.type(b"\x04")
+        assert terminal.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("where", [[], ["--in-process"]])
+def test_bench_writes_its_figures(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = ["--runner", "instant"]
+    if where:
+        engine = ["--load-format", "dummy", "--model", "smollm2-135m", "--threads", "1"]
+    small = ["--num-requests", "3", "--input-len", "4", "8", "--output-len", "2", "4"]
+    file = tmp_path / "figures.json"
+    assert run(["bench", *where, *engine, *small, "--json", str(file)]) == 0
+    assert capsys.readouterr().out.count("output tokens/s") == 2
+    figures = json.loads(file.read_text())
+    assert figures["mode"] == ("in-process" if where else "grpc")
+    for result in figures["runs"]:
+        assert result["requests"] == 3
+        assert 6 <= result["output_tokens"] <= 12
+        assert set(result["ttft_ms"]) == set(result["itl_ms"]) == {"p50", "p90", "p99"}
+
+
+def _millstream(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "millstream.client", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class _Terminal:
+    """The command with a pseudo-terminal as its stdin and stdout."""
+
+    def __init__(self, *argv: str) -> None:
+        self._master, slave = pty.openpty()
+        command = [sys.executable, "-m", "millstream.client", *argv]
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
+        os.close(slave)
+        self._seen = ""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def read_until(self, text: str) -> None:
+        deadline = time.monotonic() + 10
+        while text not in self._seen:
+            ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
+            assert ready, self._seen
+            self._seen += os.read(self._master, 4096).decode(errors="replace")
+        self._seen = self._seen.split(text, 1)[1]
+
+    def __enter__(self) -> _Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
