@@ -270,6 +270,7 @@ class _Terminal:
         os.write(self._master, keys)
 
     def interrupt(self) -> None:
+        time.sleep(0.1)  # readline misses a signal between its prompt and its first wait
         self.process.send_signal(signal.SIGINT)
 
     def read_until(self, text: str) -> None:
