@@ -20,12 +20,13 @@ from millstream.rpc.errors import (
     EngineFault,
     EngineUnavailable,
     InvalidArgument,
+    MessageTooLarge,
     MillstreamError,
     NoChatTemplate,
     from_rpc_error,
     from_status,
 )
-from millstream.rpc.options import channel_options, server_options
+from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, channel_options, server_options
 from millstream.tokenizer.codec import Codec
 from millstream.tokenizer.config import TokenizerConfig
 from millstream.tokenizer.service import LoadedTokenizer, TokenizerService
@@ -67,12 +68,18 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 async def start(codec: Codec) -> AsyncIterator[Start]:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*, load: bool = True, codec: Codec = codec, **settings: Any) -> Running:
+        async def start(
+            *,
+            load: bool = True,
+            codec: Codec = codec,
+            max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+            **settings: Any,
+        ) -> Running:
             loaded = LoadedTokenizer(name="tiny", fingerprint="f00", codec=codec)
             service = TokenizerService(
-                TokenizerConfig(**settings), lambda: loaded, max_message_bytes=1 << 26
+                TokenizerConfig(**settings), lambda: loaded, max_message_bytes=max_message_bytes
             )
-            server = grpc.aio.server(options=server_options())
+            server = grpc.aio.server(options=server_options(max_message_bytes))
             service.register(server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
@@ -197,6 +204,18 @@ async def test_row_21_a_fault_inside_has_a_status(
 
 
 # ---- limits and cancellation of Encode
+
+
+async def test_row_24_large_messages_pass_up_to_an_explicit_limit(start: Start) -> None:
+    running = await start()
+    [ids] = await running.encode("ab" * 2_500_000)
+    assert len(ids) == 5_000_000
+    request = DecodeRequest(sequences=[TokenSequence(token_ids=ids[:1_400_000])])
+    assert len((await running.stub.Decode(request)).texts[0]) == 1_400_000
+    small = await start(max_message_bytes=1 << 20)
+    for text in ("a" * 1_100_000, "\n" * 600_000):  # too large to come, and to go
+        assert isinstance(await failure(small.encode(text)), MessageTooLarge)
+    assert await small.encode("a") == [byte_ids("a")]
 
 
 class SlowCodec:
