@@ -146,11 +146,6 @@ def parse_model_config(
         raise ModelConfigError(
             f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
         )
-    head_dim = (
-        hidden_size // num_heads if values["head_dim"] is None else positive_int(values, "head_dim")
-    )
-    if head_dim % 2:
-        raise ModelConfigError(f"head_dim={head_dim} is odd, which RoPE does not allow")
     mlp_bias = boolean(values, "mlp_bias")
     if mlp_bias and family_name != "llama":
         raise ModelConfigError(f"mlp_bias=true is not supported for model_type={family_name!r}")
@@ -165,7 +160,7 @@ def parse_model_config(
         num_layers=positive_int(values, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(values, hidden_size, num_heads),
         rms_norm_eps=positive_number(values, "rms_norm_eps", 1e-6),
         rope=rope,
         max_position=_max_position(rope, max_position_embeddings),
@@ -228,9 +223,7 @@ def _check_keys(raw: Mapping[str, Any]) -> None:
                 raise unsupported(key, value, repr(wanted))
         elif key in _READ or key in _IGNORED or key.startswith("_"):
             continue
-        elif (
-            value is not None and value is not False
-        ):  # an unknown feature that is off is no feature
+        elif value is not None and value is not False:  # what is off changes nothing
             raise ModelConfigError(
                 f"{key}={shortened(value)} is an unknown key: it may change what the model "
                 "computes, so the model is not served"
