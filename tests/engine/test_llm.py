@@ -153,8 +153,18 @@ def test_text_in_and_out(tmp_path: Path) -> None:
     make_byte_tokenizer(tmp_path)
     with LLM(tmp_path, device="cpu") as llm:
         text, ids = llm.generate(["héllo", byte_ids("héllo")], GREEDY, use_tqdm=False)
-    assert text["token_ids"] == ids["token_ids"] and text["text"] == ids["text"]
-    assert text["text"]
+        assert text["token_ids"] == ids["token_ids"] and text["text"] == ids["text"]
+        assert text["text"]
+        # The stop token is among the ids, and in the text only if asked for.
+        stop = {"temperature": 0, "stop_token_ids": text["token_ids"][-1:], "ignore_eos": True}
+        without, with_stop = llm.generate(
+            ["héllo"] * 2,
+            [SamplingParams(**stop), SamplingParams(**stop, include_stop=True)],
+            use_tqdm=False,
+        )
+    assert without["token_ids"] == with_stop["token_ids"]
+    assert with_stop["text"].startswith(without["text"])
+    assert len(with_stop["text"]) > len(without["text"])
 
 
 @pytest.mark.slow

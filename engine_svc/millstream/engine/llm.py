@@ -94,19 +94,19 @@ class LLM:
         params = _params_list(sampling_params, len(inputs))
         requests = [self._request(*each) for each in zip(inputs, params, strict=True)]
         keys = [self._submit(request) for request in requests]
-        results: dict[int, list[int]] = {}
+        results: dict[int, tuple[FinishedRecord, list[int]]] = {}
         try:
             with tqdm(total=len(keys), desc="generating", disable=not use_tqdm) as progress:
                 while not self.is_finished():
                     finished, _ = self._step()
-                    results.update((record.key, token_ids) for record, token_ids in finished)
+                    results.update((ended[0].key, ended) for ended in finished)
                     progress.update(len(finished))
         except BaseException:  # Ctrl-C too: the next call finds an idle engine
             with contextlib.suppress(Exception):  # a broken engine's second fault hides the first
                 self._cancel_all()
             raise
         return [
-            {"text": self._decode(results[key], each), "token_ids": results[key]}
+            {"text": self._decode(*results[key], each), "token_ids": results[key][1]}
             for key, each in zip(keys, params, strict=True)
         ]
 
@@ -178,9 +178,12 @@ class LLM:
         token_ids: list[int] = self._load_tokenizer().encode(text)
         return token_ids
 
-    def _decode(self, token_ids: list[int], params: SamplingParams) -> str:
+    def _decode(self, record: FinishedRecord, token_ids: list[int], params: SamplingParams) -> str:
+        """The text of an output; of the token that ended it only with include_stop."""
         if not self._has_tokenizer():
             return ""
+        if record.stop_token_id is not None and not params.include_stop:
+            token_ids = token_ids[:-1]
         text: str = self._load_tokenizer().decode(
             token_ids, skip_special_tokens=params.skip_special_tokens
         )
