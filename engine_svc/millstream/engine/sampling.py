@@ -22,8 +22,8 @@ _NOISE_RANGE = 25.7
 _TOP_P_WIDTH = 256
 # On the CPU, noise is drawn token by token when fewer than one in so many tokens can win.
 _SPARSE = 8
-# On the CPU, noise is drawn for so many rows at a time: what that takes stays in the cache.
-_CPU_ROWS = 4
+# On the CPU, noise is drawn for so many rows at a time: at 256 rows the memory of all at once would cost more.
+_CPU_ROWS = 8
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
