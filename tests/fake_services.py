@@ -179,7 +179,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         elif reason == engine_pb2.FINISH_REASON_CANCELLED:
             finished.status.CopyFrom(to_status(Cancelled("cancelled")))
         elif reason == engine_pb2.FINISH_REASON_DEADLINE:
-            finished.status.CopyFrom(to_status(DeadlineExceeded("timeout_ms: passed")))
+            finished.status.CopyFrom(
+                to_status(DeadlineExceeded("timeout_ms: passed", field="timeout_ms"))
+            )
         self.ended[one.request_id] = reason
 
 

@@ -199,8 +199,10 @@ async def test_no_more_requests_at_once_than_the_engine_has_places_for(
 async def test_a_deadline_ends_the_request(client: AsyncClient, services: FakeServices) -> None:
     services.engine.step_s = 0.01
     endless = SamplingParams(ignore_eos=True)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match=r"^timeout_s: passed"):
         await client.generate("x", endless, timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded):
+        await client.generate([1], endless, timeout_s=0.1, detokenize=False)
     with pytest.raises(TimeoutError):
         async for _ in client.stream("x", endless, timeout_s=0.1):
             pass

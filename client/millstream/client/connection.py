@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -46,8 +47,11 @@ class Connection:
         """Returns once the service is SERVING; raises EngineUnavailable if it is not in time."""
         seen = "cannot be reached"
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async for health in self.watch():
+            async with (
+                asyncio.timeout(self._timeout_s),
+                contextlib.aclosing(self.watch()) as healths,
+            ):
+                async for health in healths:
                     if health is Health.SERVING:
                         return
                     if health is Health.NOT_SERVING:
@@ -68,7 +72,7 @@ class Connection:
             return Health.NOT_SERVING if found else Health.UNREACHABLE
         return _health(response)
 
-    async def watch(self) -> AsyncIterator[Health]:
+    async def watch(self) -> AsyncGenerator[Health, None]:
         """The health now and at each change, for ever; survives the service's restarts."""
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
         request = health_pb2.HealthCheckRequest(service=self._service)

@@ -7,8 +7,8 @@ not per token: the loop over a step's arrays appends ids to lists and wakes only
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import grpc
@@ -86,7 +86,7 @@ class EngineStream:
     def submit(self, submission: engine_pb2.Submission, generation: Generation) -> int:
         """Sends a request, whose handle is set here and returned. Raises MessageTooLarge."""
         if self._error is not None:
-            raise self._fresh_error()
+            raise copy(self._error)
         submission.handle = self._free_handle()
         size = submission.ByteSize() + _FRAMING_BYTES
         if size > self._limit_bytes:
@@ -123,11 +123,14 @@ class EngineStream:
                 return handle
 
     async def _write(self) -> None:
-        # A failed write is the reader's news: it has the status.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        try:
             while True:
                 await self._outgoing.wait()
                 await self._call.write(self._next_message())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the stream has ended; the reader hears how
+        except Exception as failure:
+            self._break(EngineFault(f"cannot write to the engine: {failure!r}"))
 
     def _next_message(self) -> engine_pb2.GenerateRequest:
         room = min(_MESSAGE_BYTES, self._limit_bytes)
@@ -201,13 +204,5 @@ class EngineStream:
             self._error = error
             self._call.cancel()
         live, self._live = self._live, {}
-        _fail_all(live.values(), self._fresh_error)
-
-    def _fresh_error(self) -> MillstreamError:
-        assert self._error is not None
-        return type(self._error)(self._error.message, retry_after_s=self._error.retry_after_s)
-
-
-def _fail_all(generations: Iterable[Generation], error: Callable[[], MillstreamError]) -> None:
-    for generation in generations:
-        generation.fail(error())
+        for generation in live.values():
+            generation.fail(copy(self._error))

@@ -54,7 +54,7 @@ class Executor:
         """The outputs in order, or just the one. An exception in the batch keeps its place."""
         if one and isinstance(batch[0], MillstreamError):
             raise batch[0]  # before any call
-        shows = (not one and sys.stderr.isatty()) if use_tqdm is None else use_tqdm
+        shows = (len(batch) > 1 and sys.stderr.isatty()) if use_tqdm is None else use_tqdm
         outcomes: list[Outcome] = []
         with _progress(len(batch), shows) as tick:
             chunks = [

@@ -115,10 +115,10 @@ class Generation:
 
     def finish(self, finished: engine_pb2.Finished) -> None:
         """After the last tokens."""
-        self._finished = finished
         if finished.HasField("status") and self._stop_string is None:
             self.fail(from_service(finished.status))
         else:
+            self._finished = finished
             self.advance()
 
     def fail(self, error: MillstreamError) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import grpc
@@ -100,7 +101,7 @@ class TextStream:
         include_stop: bool, skip_special_tokens: bool,
     ) -> TextSession:  # fmt: skip
         if self._error is not None:
-            raise self._fresh_error()
+            raise copy(self._error)
         self._last_handle = self._last_handle % (2**32 - 1) + 1
         opening = tokenizer_pb2.DetokenizeOpen(
             handle=self._last_handle,
@@ -134,25 +135,12 @@ class TextStream:
         try:
             while True:
                 await self._work.wait()
-                turn = self._take_turn()
-                request = _request(turn)
-                sent = [(session, len(session.pending), session.closing) for session in turn]
-                for session in turn:  # what comes from now on is for a later turn
-                    session.opening = None
-                    session.pending = []
-                await self._call.write(request)
-                answer = await self._call.read()
-                if answer is grpc.aio.EOF:
-                    raise EngineUnavailable(
-                        f"the tokenizer at {self._connection.target} closed the stream"
-                    )
-                self._dispatch(sent, answer)
+                if turn := self._take_turn():
+                    await self._exchange(turn)
         except grpc.aio.AioRpcError as failure:
             self._error = self._connection.error(failure)
         except asyncio.InvalidStateError:  # a write to a stream that has ended
-            self._error = EngineUnavailable(
-                f"the tokenizer at {self._connection.target} closed the stream"
-            )
+            self._error = self._closed()
         except asyncio.CancelledError:
             self._error = Cancelled("the client was closed")
             raise
@@ -161,11 +149,27 @@ class TextStream:
         except Exception as failure:
             self._error = EngineFault(f"cannot read the tokenizer's message: {failure!r}")
         finally:
+            assert self._error is not None
             self._call.cancel()
             sessions, self._sessions = self._sessions, {}
             for session in sessions.values():
                 if session.generation is not None:
-                    session.generation.fail(self._fresh_error())
+                    session.generation.fail(copy(self._error))
+
+    async def _exchange(self, turn: list[TextSession]) -> None:
+        request = _request(turn)
+        sent = [(session, len(session.pending), session.closing) for session in turn]
+        for session in turn:  # what comes from now on is for a later turn
+            session.opening = None
+            session.pending = []
+        await self._call.write(request)
+        answer = await self._call.read()
+        if answer is grpc.aio.EOF:
+            raise self._closed()
+        self._dispatch(sent, answer)
+
+    def _closed(self) -> EngineUnavailable:
+        return EngineUnavailable(f"the tokenizer at {self._connection.target} closed the stream")
 
     def _take_turn(self) -> list[TextSession]:
         """The sessions of the next message."""
@@ -205,10 +209,6 @@ class TextStream:
                     session.generation.confirm(token_count, closed=closed)
                 if closed:
                     self.forget(session)
-
-    def _fresh_error(self) -> MillstreamError:
-        assert self._error is not None
-        return type(self._error)(self._error.message)
 
 
 def _request(turn: list[TextSession]) -> tokenizer_pb2.DetokenizeRequest:
