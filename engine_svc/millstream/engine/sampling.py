@@ -22,7 +22,7 @@ _NOISE_RANGE = 25.7
 _TOP_P_WIDTH = 256
 # On the CPU, noise is drawn token by token when fewer than one in so many tokens can win.
 _SPARSE = 8
-# On the CPU, noise is drawn for so many rows at a time: at 256 rows the memory of all at once would cost more.
+# On the CPU, noise is drawn for so many rows at a time: temporaries of 256 rows leave the cache.
 _CPU_ROWS = 8
 
 _MASK = 0xFFFFFFFF
