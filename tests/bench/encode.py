@@ -79,6 +79,7 @@ def _compare(bare: Encode, through_grpc: Encode, arguments: argparse.Namespace) 
         "bare_ms": round(medians["bare"] * 1e3, 2),
         "grpc_ms": round(medians["grpc"] * 1e3, 2),
         "grpc_tokens_per_s": round(token_count / medians["grpc"]),
+        "ratio_of_best": round(min(seconds["bare"]) / min(seconds["grpc"]), 3),
         "ratio": round(statistics.median(ratios), 3),
     }
 
