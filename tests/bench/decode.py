@@ -2,8 +2,8 @@
 
     python -m tests.bench.decode [--batch 1 8] [--threads 2]
 
-Greedy, fp32, the same prompts; arms alternate; tokens per second of decode are (tokens after the first) over
-(time of the whole call minus the time of a call for one token).
+Greedy, fp32, the same prompts; arms alternate; tokens per second of decode are the tokens after the
+first, over the time of the whole call less the time of a call for one token.
 """
 
 from __future__ import annotations

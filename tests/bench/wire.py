@@ -3,8 +3,8 @@
     python -m tests.bench.wire --runner instant      # wire, IPC and scheduler; no model
     python -m tests.bench.wire                       # the default model
 
-Token ids in and out (detokenize=False), the same requests in both arms, arms alternating; the ratio of
-the medians is printed last. Both arms leave torch's threads at the engine's default.
+Token ids in and out (detokenize=False), the same requests in both arms, arms alternating; the ratio
+of the medians is printed last. Both arms leave torch's threads at the engine's default.
 """
 
 from __future__ import annotations
