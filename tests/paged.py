@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,16 @@ CPU = torch.device("cpu")
 
 
 def load_model(
-    model_dir: Path, *, max_model_len: int = 512, dtype: torch.dtype = torch.float32
+    model_dir: Path,
+    *,
+    max_model_len: int = 512,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> DecoderModel:
     model = build_model(
         load_model_config(model_dir),
         dtype=dtype,
-        device=CPU,
+        device=device,
         max_model_len=max_model_len,
         attention=TorchAttention(),
     )
@@ -49,10 +54,12 @@ class PagedBatches:
         num_blocks: int = 64,
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
         seed: int = 0,
     ) -> None:
+        self.device = device
         self.kv_cache: KVCache = allocate_kv_cache(
-            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=CPU
+            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
         )
         self.kv_cache.data.fill_(float("nan"))
         self.free_blocks = list(range(1, num_blocks + 1))
@@ -80,18 +87,22 @@ class PagedBatches:
         query_lens = tuple(len(ids) for _, ids in work)
         contexts = tuple(sequence.num_computed for sequence, _ in work)
         tables = [s.blocks + [-1] * (widest - len(s.blocks)) for s, _ in work]  # -1: never read
+
+        def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
         return ForwardBatch(
-            token_ids=torch.tensor(token_ids),
-            positions=torch.tensor(positions),
-            kv_indices=torch.tensor(kv_indices),
-            query_starts=torch.tensor([0, *query_lens]).cumsum(0).int(),
-            context_lens=torch.tensor(contexts, dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            sample_rows=torch.arange(len(token_ids)),
+            token_ids=tensor(token_ids),
+            positions=tensor(positions),
+            kv_indices=tensor(kv_indices),
+            query_starts=tensor([0, *itertools.accumulate(query_lens)], torch.int32),
+            context_lens=tensor(contexts, torch.int32),
+            block_tables=tensor(tables, torch.int32),
+            sample_rows=tensor(range(len(token_ids))),
             num_decodes=len(decodes),
             query_lens=query_lens,
             contexts=contexts,
-            rope_lens=torch.tensor(rope_lens),
+            rope_lens=tensor(rope_lens),
         )
 
 
@@ -110,9 +121,14 @@ def paged_logits(
     Prompts are computed in chunks of at most chunk_tokens; a sequence whose prompt is done decodes
     its continuation token by token beside the others' chunks.
     """
-    dtype = model.model.embed_tokens.weight.dtype
+    weight = model.model.embed_tokens.weight
     batches = PagedBatches(
-        model.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, seed=seed
+        model.config,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=weight.dtype,
+        device=weight.device,
+        seed=seed,
     )
     states = [PagedSequence(prompt_len=len(prompt)) for prompt, _ in sequences]
     outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -129,7 +145,7 @@ def paged_logits(
                 decodes.append((state, continuation[done - len(prompt)]))
                 order.append(index)
         if not order:
-            return [torch.cat(rows) for rows in outputs]
+            return [torch.cat(rows).cpu() for rows in outputs]
         batch = batches.batch(chunks, decodes)
         for index, rows in zip(
             order, model(batch, batches.kv_cache).split(batch.query_lens), strict=True

@@ -85,6 +85,14 @@ def test_logits_equal_transformers(family: str, shape: str, tmp_path: Path) -> N
     check(make_tiny_model(tmp_path, family, seed=3, **SHAPES[shape]), MIXED)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_transformers_on_cuda(family: str, shape: str, tmp_path: Path) -> None:
+    model_dir = make_tiny_model(tmp_path, family, seed=3, **SHAPES[shape])
+    check(model_dir, MIXED, device=torch.device("cuda"))
+
+
 def test_row_60_llama_with_every_bias(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path, "llama", attention_bias=True, mlp_bias=True)
     check(model_dir, MIXED)
