@@ -61,7 +61,7 @@ def test_bad_flags(flags: list[str], says: str) -> None:
     ("flags", "says"),
     [
         (["--model", "/no/such/folder"], "no such folder"),
-        (["--runner", "nonsense"], "--runner"),
+        (["--runner", "nonsense"], "runner: model, instant or module:function"),
         (["--runner", "no.such.module:create"], "no.such.module"),
         (["--runner", "tests.fake_runners:refuses_to_load"], "dtype float16 is not supported"),
         (["--runner", "instant", "--host", "192.0.2.1"], "192.0.2.1"),

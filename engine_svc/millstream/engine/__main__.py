@@ -11,8 +11,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from millstream import hub
 from millstream.engine import config as engine_config
 from millstream.engine.config import EngineConfig
+from millstream.engine.load import find_model
 from millstream.engine.service import EngineService, Model
-from millstream.engine.shapes import SHAPE_NAMES
 from millstream.rpc.flags import HelpFormatter, add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
 from millstream.rpc.process import run_and_exit
@@ -44,16 +44,13 @@ async def _serve(config: EngineConfig, server: ServerConfig) -> int:
 
 def _find_model(config: EngineConfig) -> Model:
     """Where the model lies, downloaded if need be. Raises StartError. Blocks, maybe for minutes."""
-    dummy_shape = config.load_format == "dummy" and config.model in SHAPE_NAMES
-    if dummy_shape or (config.runner != "model" and config.model is None):
-        name = config.served_model_name or config.model or config.runner
-        return Model(name=name, path=None, tokenizer_fingerprint="")
     try:
-        path = hub.resolve(config.model)
+        path = find_model(config)
     except hub.HubError as error:
         raise StartError(str(error)) from error
-    name = config.served_model_name or config.model or path.name
-    return Model(name=name, path=path, tokenizer_fingerprint=hub.fingerprint(path))
+    name = config.served_model_name or config.model or (path.name if path else config.runner)
+    fingerprint = hub.fingerprint(path) if path else ""
+    return Model(name=name, path=path, tokenizer_fingerprint=fingerprint)
 
 
 def _parser() -> argparse.ArgumentParser:

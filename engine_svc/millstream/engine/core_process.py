@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import importlib
 import logging
 import os
 import queue
@@ -21,15 +20,12 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
 from millstream.engine.channel import CoreChannel
-from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
-from millstream.engine.plan import Runner
+from millstream.engine.load import load_core
 from millstream.engine.records import (
     AskStats,
     Fault,
@@ -47,10 +43,6 @@ from millstream.rpc.logs import configure_logging
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_RUNNERS = {
-    "model": "millstream.engine.runner:create",
-    "instant": "millstream.engine.instant_runner:create",
-}
 # What a wrong flag or a bad model folder raises, with a message for the person who started us.
 _CLEAR_ERRORS = (ValueError, OSError, NotImplementedError)
 
@@ -102,11 +94,9 @@ def _read(channel: CoreChannel, commands: Commands) -> None:
 
 def _load(start: Start, channel: CoreChannel) -> EngineCore | None:
     """The core, announced with Loaded; None once LoadFailed is sent."""
-    config = start.config
     model_dir = None if start.model_dir is None else Path(start.model_dir)
     try:
-        runner = _find_runner(config.runner)(config, model_dir)
-        core = EngineCore(runner, prefix_caching=config.prefix_caching, clock=time.monotonic)
+        core = load_core(start.config, model_dir)
     except _CLEAR_ERRORS as error:
         logger.debug("cannot load", exc_info=True)
         channel.send(LoadFailed(_one_line(error)))
@@ -118,23 +108,8 @@ def _load(start: Start, channel: CoreChannel) -> EngineCore | None:
     # What lives now lives to the end: never look at it again when collecting garbage.
     gc.collect()
     gc.freeze()
-    channel.send(Loaded(runner.info))
+    channel.send(Loaded(core.info))
     return core
-
-
-def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:
-    """The factory of a runner: "model", "instant" or "module:function"."""
-    module, _, function = _RUNNERS.get(name, name).partition(":")
-    if not function:
-        raise ValueError(f"--runner: model, instant or module:function, not {name!r}")
-    if name not in _RUNNERS:
-        sys.path.append(os.getcwd())  # where the user's own modules are
-    try:
-        found: Callable[[EngineConfig, Path | None], Runner]
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--runner {name}: {error}") from error
-    return found
 
 
 def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import itertools
 import secrets
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +18,10 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from millstream.engine.config import EngineConfig
-from millstream.engine.core import EngineCore
+from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import FinishedRecord, Stats
 from millstream.engine.request import FinishReason, Request
-from millstream.engine.runner import ModelRunner
-from millstream.engine.shapes import named_shape
 from millstream.engine.validation import to_request
 from millstream.rpc.errors import EngineFault, Unsupported
 from millstream.rpc.sampling_params import SamplingParams, to_proto
@@ -44,12 +41,8 @@ class LLM:
         for a model that cannot be had, and a ValueError or OSError for one that cannot be loaded.
         """
         config = _config(None if model is None else str(model), options)
-        self._model_dir = _model_dir(config)
-        self._core = EngineCore(
-            ModelRunner(config, self._model_dir),
-            prefix_caching=config.prefix_caching,
-            clock=time.monotonic,
-        )
+        self._model_dir = find_model(config)
+        self._core = load_core(config, self._model_dir)
         self._keys = itertools.count()
         self._outputs: dict[int, list[int]] = {}  # of requests that have not ended
         self._tokenizer: Any = None
@@ -213,14 +206,6 @@ def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"LLM() has no option {name!r}{hint}")
     return EngineConfig(model=model, **options)
-
-
-def _model_dir(config: EngineConfig) -> Path | None:
-    if config.load_format == "dummy" and config.model and named_shape(config.model):
-        return None
-    from millstream import hub
-
-    return hub.resolve(config.model)
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,56 @@
+"""From settings to a core that can step: where the model lies, which runner carries plans out.
+
+Imports no torch: the front end asks where the model lies; the core process and LLM load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from millstream import hub
+from millstream.engine.config import EngineConfig
+from millstream.engine.core import EngineCore
+from millstream.engine.plan import Runner
+from millstream.engine.shapes import SHAPE_NAMES
+
+_RUNNERS = {
+    "model": "millstream.engine.runner:create",
+    "instant": "millstream.engine.instant_runner:create",
+}
+
+
+def find_model(config: EngineConfig) -> Path | None:
+    """The model's folder; None where none is needed. Downloads it if need be, which may block for
+    minutes. Raises hub.HubError."""
+    if config.load_format == "dummy" and config.model in SHAPE_NAMES:
+        return None
+    if config.runner != "model" and config.model is None:
+        return None
+    return hub.resolve(config.model)
+
+
+def load_core(config: EngineConfig, model_dir: Path | None) -> EngineCore:
+    """Loads the model and puts a scheduler around it. Raises a ValueError or OSError with one clear
+    line for what the user can mend."""
+    runner = _find_runner(config.runner)(config, model_dir)
+    return EngineCore(runner, prefix_caching=config.prefix_caching, clock=time.monotonic)
+
+
+def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:
+    """The factory of a runner: "model", "instant" or "module:function"."""
+    module, _, function = _RUNNERS.get(name, name).partition(":")
+    if not function:
+        raise ValueError(f"runner: model, instant or module:function, not {name!r}")
+    if name not in _RUNNERS:
+        sys.path.append(os.getcwd())  # where the user's own modules are
+    try:
+        found: Callable[[EngineConfig, Path | None], Runner]
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"runner {name}: {error}") from error
+    return found
