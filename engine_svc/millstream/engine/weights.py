@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -41,25 +41,20 @@ def load_weights(
         WeightError: a tensor is missing, left over, of the wrong shape or type; a file is broken.
     """
     files = _tensor_files(model_dir)
-    names = {name for names in files.values() for name in names}
-    parts = _match(model, names)
+    parts = _match(model, {name for names in files.values() for name in names})
     total_bytes = sum(path.stat().st_size for path in files)
     done_bytes = 0
-    for path, file_names in files.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file_names:
-                    if name in parts:
-                        tensor = file.get_tensor(name)
-                        _take(parts[name], name, tensor)
-                        done_bytes += tensor.nbytes
-                        if on_progress is not None:
-                            on_progress(done_bytes, total_bytes)
-                if model.tied and {_EMBEDDING, _LM_HEAD} <= names and _LM_HEAD in file_names:
-                    second_head = file.get_tensor(_LM_HEAD)
-        except (SafetensorError, OSError) as error:
-            raise WeightError(f"cannot read {path}: {error}") from error
-    if model.tied and {_EMBEDDING, _LM_HEAD} <= names:
+    second_head = None
+    for path, names in files.items():
+        for name, tensor in _read(path, names):
+            if name in parts:
+                _take(parts[name], name, tensor)
+            elif name == _LM_HEAD:
+                second_head = tensor
+            done_bytes += tensor.nbytes
+            if on_progress is not None:
+                on_progress(done_bytes, total_bytes)
+    if second_head is not None:
         _settle_tie(model, second_head)
     model.pack()
     if on_progress is not None:
@@ -100,12 +95,12 @@ def _tensor_files(model_dir: Path) -> dict[Path, list[str]]:
 
 def _indexed_files(index: Path) -> dict[Path, list[str]]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightError(f"{index} is not an index with a weight_map") from error
     files: dict[Path, list[str]] = {}
     for name, file_name in weight_map.items():
-        if Path(file_name).name != file_name:
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise WeightError(f"{index} puts {name} outside its folder: {file_name!r}")
         files.setdefault(index.parent / file_name, []).append(name)
     for path, names in files.items():
@@ -119,6 +114,15 @@ def _names_in(path: Path) -> list[str]:
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"cannot read {path}: {error}") from error
+
+
+def _read(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise WeightError(f"cannot read {path}: {error}") from error
 
@@ -158,9 +162,10 @@ def _take(part: ParameterPart, name: str, tensor: Tensor) -> None:
 
 
 def _settle_tie(model: DecoderModel, lm_head: Tensor) -> None:
-    """A tied head that the file holds too counts if it differs, as in transformers."""
+    """A tied head that is in the file beside the embedding counts if it differs (transformers)."""
     embedding = model.model.embed_tokens.weight
-    lm_head = lm_head.to(device=embedding.device, dtype=embedding.dtype)
-    if not torch.equal(lm_head, embedding):
+    head = torch.empty_like(embedding)
+    _take(ParameterPart(head), _LM_HEAD, lm_head)
+    if not torch.equal(head, embedding):
         logger.warning("tie_word_embeddings is true but %s differs: not tied", _LM_HEAD)
-        model.untie(lm_head)
+        model.untie(head)
