@@ -95,6 +95,17 @@ async def test_a_refused_request_is_raised_after_the_others_end(
     assert list(services.engine.ended.values()) == [engine_pb2.FINISH_REASON_STOP] * 2
 
 
+@pytest.mark.parametrize("prompt", ["", []])
+async def test_row_19_an_empty_prompt_is_refused_alone(
+    client: AsyncClient, prompt: str | list[int]
+) -> None:
+    """The tokenizer adds no BOS: the engine gets no ids, and says so."""
+    outcomes = await client.generate([prompt, "two"], return_exceptions=True)
+    assert isinstance(outcomes[0], InvalidArgument)
+    assert outcomes[0].field == "prompt"
+    assert outcomes[1].text == "two"
+
+
 async def test_return_exceptions_keeps_the_places(client: AsyncClient) -> None:
     prompts = ["one", "two", [-1], "\ud83d", [1, 2**40], "six", 7, [1, "x"]]
     params = [SamplingParams(temperature=0)] * 8

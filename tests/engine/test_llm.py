@@ -121,6 +121,37 @@ def test_row_5_what_never_fits(folder: Path) -> None:
         assert len(output["token_ids"]) == 6
 
 
+def test_row_20_the_limit_that_shrank_to_the_cache_is_the_one_that_holds(folder: Path) -> None:
+    """4 blocks of 4 tokens: max_model_len is 16, though the pool has room for a 17th token."""
+    block_bytes = 2 * 2 * 4 * 2 * 16 * 4
+    with LLM(folder, device="cpu", block_size=4, kv_cache_bytes=4 * block_bytes) as llm:
+        for max_tokens in (1, 5):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            for prompt_len in (14, 15, 16, 17):
+                if prompt_len < 16:
+                    (output,) = llm.generate([1] * prompt_len, params, use_tqdm=False)
+                    assert len(output["token_ids"]) == min(max_tokens, 16 - prompt_len)
+                else:
+                    with pytest.raises(PromptTooLong, match="16 tokens"):
+                        llm.generate([1] * prompt_len, params, use_tqdm=False)
+                (output,) = llm.generate([1, 2], GREEDY, use_tqdm=False)
+                assert len(output["token_ids"]) == 6
+        assert llm.stats().kv_blocks_used == 0
+
+
+def test_row_51_every_way_to_say_no_top_k_in_one_batch(llm: LLM) -> None:
+    vocab_size = 256
+    top_k = [None, 0, -1, vocab_size, vocab_size + 1, 2**30, 1]
+    params = [
+        SamplingParams(top_k=k, seed=5, max_tokens=12, ignore_eos=True, temperature=1.5)
+        for k in top_k
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    *off, one, argmax = llm.generate([[1, 2, 3]] * 8, [*params, greedy], use_tqdm=False)
+    assert all(output == off[0] for output in off)
+    assert one == argmax != off[0]
+
+
 def test_an_interrupted_generate_leaves_nothing_behind(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

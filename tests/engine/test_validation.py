@@ -140,6 +140,13 @@ def test_row_51_top_k_off() -> None:
     assert request(top_k=99).sampling.top_k == 99
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-46, 1e-8, 9e-6])
+def test_row_52_tiny_temperatures_are_greedy(temperature: float) -> None:
+    """So nothing is ever divided by them."""
+    assert request(temperature=temperature).sampling.greedy
+    assert not request(temperature=1e-4).sampling.greedy
+
+
 def test_row_61_max_tokens() -> None:
     refused(InvalidArgument, "sampling.max_tokens", max_tokens=0)
     assert request(max_tokens=1).sampling.max_tokens == 1

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.engine_processes import EngineProcess, Stream, connect, engine, eventually, submission
 from tests.fake_runners import EOS_TOKEN_ID, VOCAB_SIZE, tokens_after
 
@@ -147,7 +148,10 @@ async def test_row_20_the_context_limit(stub: engine_pb2_grpc.EngineStub) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 async def test_row_18_floats_are_finite(stub: engine_pb2_grpc.EngineStub, value: float) -> None:
-    fields = ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"]
+    fields = [
+        *("temperature", "top_p", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    ]
     stream = Stream(stub)
     await stream.submit(
         submission(99, [5], max_tokens=50),
@@ -243,15 +247,24 @@ async def test_ten_thousand_submissions_on_one_stream(stub: engine_pb2_grpc.Engi
     assert list(stream.accepted) == list(range(count)), "accepted in order of submission"
 
 
-async def test_row_82_two_hundred_streams(stub: engine_pb2_grpc.EngineStub) -> None:
+async def test_row_82_two_hundred_streams_and_as_many_watches(
+    server: EngineProcess, stub: engine_pb2_grpc.EngineStub
+) -> None:
+    serving = health_pb2.HealthCheckResponse.SERVING
     streams = [Stream(stub) for _ in range(200)]
-    for number, stream in enumerate(streams):
-        await stream.submit(submission(number, [number], max_tokens=20))
-    for number, stream in enumerate(streams):
-        await stream.until_ended(number)
-        assert stream.token_ids == {number: tokens_after(number, 20)}
-    stats = await stub.GetStats(engine_pb2.GetStatsRequest(), timeout=5)
-    assert stats.open_streams == 200
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(200)]
+        for watch in watches:
+            assert (await watch.read()).status == serving
+        for number, stream in enumerate(streams):
+            await stream.submit(submission(number, [number], max_tokens=20))
+        for number, stream in enumerate(streams):
+            await stream.until_ended(number)
+            assert stream.token_ids == {number: tokens_after(number, 20)}
+        stats = await stub.GetStats(engine_pb2.GetStatsRequest(), timeout=5)
+        assert stats.open_streams == 200
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=5)).status == serving
     for stream in streams:
         await stream.call.done_writing()
         assert (await stream.status())[0] is OK

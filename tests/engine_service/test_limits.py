@@ -1,4 +1,4 @@
-"""Message sizes and what large messages cost the others."""
+"""Message sizes, what large messages cost the others, and requests larger than the KV cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.engine_processes import Stream, connect, engine, submission
 from tests.fake_runners import tokens_after
+from tests.toy_runner import reference, toy_info, toy_request
 
 from millstream.rpc import errors
 
@@ -70,4 +71,27 @@ async def test_row_88_health_answers_while_a_million_ids_are_read() -> None:
             await reading
             assert stream.token_ids[1] == tokens_after(900, 3)
             assert slowest_s < 1.5, "measured: 0.13 s on an idle machine"
+            stream.call.cancel()
+
+
+async def test_rows_5_and_6_what_never_fits_is_refused_and_blocks_nobody() -> None:
+    """64 blocks of 4 tokens; prompt and output together need one slot less than tokens."""
+    with engine("--max-model-len", "512", runner="tests.toy_runner:create") as server:
+        async with connect(server.target) as stub:
+            stream = Stream(stub)
+            await stream.submit(
+                submission(1, [5] * 300),
+                submission(2, [5] * 200, max_tokens=58, seed=0),
+                submission(3, [5] * 200, max_tokens=57, seed=0),
+                submission(4, [1, 2, 3, 4], max_tokens=4, seed=0),
+            )
+            await stream.until_ended(1, 2, 3, 4)
+            for handle in (1, 2):
+                refusal = errors.from_status(stream.rejected[handle].status)
+                assert isinstance(refusal, errors.NeverFits)
+                assert refusal.retry_after_s is None, "it is of no use to come again"
+            info = toy_info(max_model_len=512)
+            for handle, prompt, max_tokens in ((3, [5] * 200, 57), (4, [1, 2, 3, 4], 4)):
+                request = toy_request(handle, prompt, max_tokens=max_tokens)
+                assert stream.token_ids[handle] == reference(request, info)[0]
             stream.call.cancel()

@@ -123,6 +123,22 @@ def test_row_28_every_split_of_every_character(text: str) -> None:
             assert whole.decode("utf-8", "ignore").startswith(shown)  # no broken character
 
 
+def test_row_28_every_split_of_every_kind_of_character() -> None:
+    """Each lead byte with the least and the greatest bytes that may follow, between neighbours."""
+    characters = (chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
+    edges: list[str] = []
+    for _, same_lead in itertools.groupby(characters, key=lambda text: text.encode()[0]):
+        first, *rest = same_lead
+        edges += (first, *rest[-1:])
+    for text in edges:
+        for chunks in compositions(text.encode()):
+            pieces: list[str | bytes] = ["a", *map(as_piece, chunks), "b"]
+            deltas, _ = run(
+                Detokenizer(PieceDecoder(Pieces(by_id=pieces))), list(range(len(pieces)))
+            )
+            assert deltas == ["a", *[""] * (len(chunks) - 1), text, "b", ""]
+
+
 def compositions(data: bytes) -> Iterator[list[bytes]]:
     """Every way to cut `data` into non-empty chunks."""
     for cuts in itertools.product((False, True), repeat=max(0, len(data) - 1)):
@@ -196,6 +212,8 @@ def test_row_29_the_space_after_the_context_survives(decoder: Callable[[], TextD
     bos, hello, world, dot = (SPM.token_to_id(t) for t in ("<s>", "▁Hello", "▁world", "."))
     deltas, _ = run(Detokenizer(decoder(), context=[bos, hello]), [world, dot])
     assert deltas == [" world", ".", ""]
+    # What is streamed after the context and the whole list decoded at once agree.
+    assert SPM.decode([bos, hello, world, dot]) == SPM.decode([bos, hello]) + " world."
     deltas, _ = run(Detokenizer(decoder()), [world, dot])
     assert deltas == ["world", ".", ""]
 
