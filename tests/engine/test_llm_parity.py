@@ -66,13 +66,13 @@ class Case:
     expected: list[list[int]]
 
 
-def reference(folder: Path, **options: Any) -> list[list[int]]:
+def reference(folder: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
     """transformers' greedy continuation of each prompt, each by a fresh model: dynamic RoPE of one
     that has seen a longer prompt is another."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"eos_token_id": None, "max_new_tokens": OUTPUT_TOKENS, **options}
     outputs = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         model = copy.deepcopy(loaded)
         output = model.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **options)
         outputs.append(output[0, len(prompt) :].tolist())
@@ -84,6 +84,25 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     make_tiny_model(folder, **MODELS[request.param])
     return Case(folder, request.param != "dynamic", reference(folder))
+
+
+def rope(rope_type: str, **parameters: float) -> dict[str, Any]:
+    parameters = {"rope_theta": 10000.0, **parameters}
+    return {"rope_parameters": {"rope_type": rope_type, **parameters}}
+
+
+# One configuration each, next to MODELS, of what a checkpoint may vary.
+SHAPES: dict[str, dict[str, Any]] = {
+    "no_gqa": {"num_key_value_heads": 4},
+    "mqa": {"num_key_value_heads": 1},
+    "gqa_3": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "head_dim_32": {"head_dim": 32},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+    "linear": rope("linear", factor=2.0),
+    "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    "theta": rope("default", rope_theta=500000.0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +136,19 @@ def test_greedy_equals_transformers(case: Case, budget: int | None, prefix_cachi
     )
     assert outputs == case.expected
     assert (stats.prefix_cache_hits > 0) == (prefix_caching and case.shares_prefixes)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_equals_transformers_for_every_shape(
+    family: str, shape: str, tmp_path: Path
+) -> None:
+    """In one batch of mixed lengths, chunked, with prefixes shared."""
+    make_tiny_model(tmp_path, family, seed=3, **SHAPES[shape])
+    prompts = PROMPTS[3:]
+    outputs, stats = generate(tmp_path, prompts, GREEDY, max_num_batched_tokens=40)
+    assert outputs == reference(tmp_path, prompts)
+    assert stats.prefix_cache_hits > 0
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
