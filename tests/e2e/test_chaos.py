@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 import time
 from pathlib import Path
 
 import grpc
 import pytest
+from tests.engine_processes import alive
 
 from millstream.client import AsyncClient, Client, SamplingParams, launch
-from millstream.rpc.errors import DeadlineExceeded
+from millstream.rpc.errors import Cancelled, DeadlineExceeded, EngineUnavailable
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 NUM_REQUESTS = 200
@@ -19,6 +22,7 @@ NUM_REQUESTS = 200
 
 @pytest.mark.slow
 def test_chaos_leaves_nothing_behind(default_model_dir: Path) -> None:
+    others = _descendants(os.getpid())
     with launch(str(default_model_dir), max_num_seqs=16) as client:
         targets = (client.engine_target, client.tokenizer_target)
         outcomes = asyncio.run(_chaos(*targets, seed=2))
@@ -31,6 +35,9 @@ def test_chaos_leaves_nothing_behind(default_model_dir: Path) -> None:
         assert sum(outcomes.values()) == NUM_REQUESTS
         assert all(outcomes[kind] > 0 for kind in ("done", "left", "cancelled", "deadline"))
         assert client.generate("still here", SamplingParams(max_tokens=2)).usage.output_tokens == 2
+        processes = _descendants(os.getpid()) - others
+        assert len(processes) >= 3  # the engine, its core, the tokenizer
+    assert not [pid for pid in processes if alive(pid)]
 
 
 async def _chaos(engine: str, tokenizer: str, *, seed: int) -> dict[str, int]:
@@ -40,8 +47,10 @@ async def _chaos(engine: str, tokenizer: str, *, seed: int) -> dict[str, int]:
     doomed = AsyncClient(engine=engine, tokenizer=tokenizer)
     async with asyncio.TaskGroup() as group:
         for number in range(NUM_REQUESTS):
-            client = doomed if number % 20 == 0 else clients[number % 4]
-            group.create_task(_one(client, random.Random(rng.random()), outcomes))
+            is_doomed = number % 20 == 0
+            client = doomed if is_doomed else clients[number % 4]
+            one = _one(client, random.Random(rng.random()), outcomes, is_doomed=is_doomed)
+            group.create_task(one)
         await asyncio.sleep(2)
         await doomed.close()  # a client that goes away with requests in flight
     for client in clients:
@@ -49,7 +58,9 @@ async def _chaos(engine: str, tokenizer: str, *, seed: int) -> dict[str, int]:
     return outcomes
 
 
-async def _one(client: AsyncClient, rng: random.Random, outcomes: dict[str, int]) -> None:
+async def _one(
+    client: AsyncClient, rng: random.Random, outcomes: dict[str, int], *, is_doomed: bool
+) -> None:
     await asyncio.sleep(rng.random() * 2)
     prompt = " ".join(["word"] * rng.randint(1, 60))
     params = SamplingParams(
@@ -77,8 +88,24 @@ async def _one(client: AsyncClient, rng: random.Random, outcomes: dict[str, int]
                 outcomes["done"] += 1
     except DeadlineExceeded:
         outcomes["deadline"] += 1
-    except Exception:
+    except (Cancelled, EngineUnavailable):
+        assert is_doomed  # nobody else's request fails
         outcomes["disconnected"] += 1
+
+
+def _descendants(pid: int) -> set[int]:
+    """Processes below this one."""
+    children: dict[int, set[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = entry.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), set()).add(int(entry.parent.name))
+    found, todo = set(), [pid]
+    while todo:
+        new = children.get(todo.pop(), set())
+        found |= new
+        todo += new
+    return found
 
 
 def _settled_stats(client: Client) -> engine_pb2.GetStatsResponse:
