@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 import transformers
 
 from millstream.client import Client, FinishReason, SamplingParams
+from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 NUM_TOKENS = 64
 PROMPTS = [
@@ -40,6 +43,31 @@ def test_the_capital_of_france(default_client: Client) -> None:
     output = default_client.chat(question, SamplingParams(temperature=0, max_tokens=32))
     assert output.text == "The capital of France is Paris."
     assert output.finish_reason is FinishReason.STOP
+
+
+def test_row_1_a_stop_string_frees_the_engine(default_client: Client) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4000, stop=" Paris", ignore_eos=True)
+    output = default_client.generate("The capital of France is", params)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("", "stop", " Paris")
+    assert output.usage.output_tokens == len(output.token_ids) == 1
+    with grpc.insecure_channel(default_client.engine_target or "") as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        deadline = time.monotonic() + 2  # 0.2 s, and this machine's other work
+        while (stats := stub.GetStats(engine_pb2.GetStatsRequest())).num_requests_running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert stats.kv_blocks_used == 0
+
+
+def test_streams_join_to_the_text_whatever_is_sampled(default_client: Client) -> None:
+    """Rows 9, 28, 74: hot sampling gives broken UTF-8 and special tokens; some end inside them."""
+    for seed, prompt in enumerate(["世界 🙂", "Once upon a time", "🙂🙂🙂", "naïve café"]):
+        params = SamplingParams(temperature=2, seed=seed, max_tokens=24, ignore_eos=True)
+        deltas = list(default_client.stream(prompt, params))
+        output = default_client.generate(prompt, params)
+        assert "".join(delta.text for delta in deltas) == output.text
+        assert [i for delta in deltas for i in delta.token_ids] == output.token_ids
+        assert default_client.decode(output.token_ids) == output.text
 
 
 @pytest.mark.slow
