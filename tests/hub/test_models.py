@@ -15,7 +15,7 @@ import pytest
 from tests.hub.gguf_files import tiny_llama, write_gguf
 from tests.hub.loopback_hub import LoopbackHub, serve
 
-from millstream.hub import ModelNotFound, fingerprint, has_tokenizer, resolve
+from millstream.hub import ModelNotFound, display_name, fingerprint, has_tokenizer, resolve
 from millstream.hub.gguf_import import import_gguf
 
 CODE = (
@@ -163,3 +163,9 @@ def test_fingerprints_tell_tokenizers_apart(tiny: Path, tmp_path: Path) -> None:
     assert fingerprint(tmp_path) != first
     (tmp_path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
     assert fingerprint(tmp_path) == fingerprint(tiny)
+
+
+def test_display_name_is_the_id_or_the_folders_own_name(tmp_path: Path) -> None:
+    assert display_name(None, tmp_path / "default") == "default"
+    assert display_name(str(tmp_path), tmp_path) == tmp_path.name
+    assert display_name("org/model", tmp_path / "snapshots" / "abc") == "org/model"

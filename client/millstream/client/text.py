@@ -141,13 +141,13 @@ class TextStream:
             self._error = self._connection.error(failure)
         except asyncio.InvalidStateError:  # a write to a stream that has ended
             self._error = self._closed()
-        except asyncio.CancelledError:
-            self._error = Cancelled("the client was closed")
-            raise
         except MillstreamError as error:
             self._error = error
         except Exception as failure:
             self._error = EngineFault(f"cannot read the tokenizer's message: {failure!r}")
+        except BaseException:  # cancelled, or the loop went away under it
+            self._error = Cancelled("the client was closed")
+            raise
         finally:
             assert self._error is not None
             self._call.cancel()

@@ -48,8 +48,13 @@ def _find_model(config: EngineConfig) -> Model:
         path = find_model(config)
     except hub.HubError as error:
         raise StartError(str(error)) from error
-    name = config.served_model_name or config.model or (path.name if path else config.runner)
-    fingerprint = hub.fingerprint(path) if path else ""
+    if path is None:
+        name = config.model or config.runner
+        fingerprint = ""
+    else:
+        name = hub.display_name(config.model, path)
+        fingerprint = hub.fingerprint(path)
+    name = config.served_model_name or name
     return Model(name=name, path=path, tokenizer_fingerprint=fingerprint)
 
 

@@ -22,7 +22,9 @@ class EngineConfig:
     launch; None means "chosen from the model and the hardware"."""
 
     model: str | None = _flag(None, "model folder or Hugging Face id; default: the embedded model")
-    served_model_name: str | None = _flag(None, "name to tell clients; default: as --model says")
+    served_model_name: str | None = _flag(
+        None, "name to tell clients; default: the id, or the folder's name"
+    )
     dtype: str = _flag(
         "auto",
         "type of weights and arithmetic; auto: float32 on CPU, the checkpoint's on CUDA",

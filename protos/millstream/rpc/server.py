@@ -124,12 +124,12 @@ def _register_and_bind(
     server: grpc.aio.Server, service: Service, health: Health, config: ServerConfig
 ) -> int:
     from grpc_health.v1 import health_pb2_grpc
-    from grpc_reflection.v1alpha import reflection
+
+    from millstream.rpc.reflection import enable_reflection
 
     service.register(server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (*service.names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    enable_reflection((*service.names, HEALTH_SERVICE_NAME), server)
     host = f"[{config.host}]" if ":" in config.host else config.host
     try:
         port = server.add_insecure_port(f"{host}:{config.port}")

@@ -53,6 +53,14 @@ def resolve(
     return _with_config(_download(model, weights), model)
 
 
+def display_name(model: str | None, model_dir: Path) -> str:
+    """What to call a model that `resolve` found: a Hugging Face id as it is, else the folder's own
+    name, since clients need not know where it lies."""
+    if model is None or Path(model).expanduser().is_dir():
+        return model_dir.name
+    return model
+
+
 def has_tokenizer(model_dir: Path) -> bool:
     """Whether a model folder has a tokenizer's vocabulary."""
     return bool(_tokenizer_files(model_dir))

@@ -55,7 +55,7 @@ def _load(config: TokenizerConfig) -> LoadedTokenizer:
     except (hub.HubError, TokenizerLoadError) as error:
         raise StartError(str(error)) from error
     return LoadedTokenizer(
-        name=config.served_model_name or config.model or model_dir.name,
+        name=config.served_model_name or hub.display_name(config.model, model_dir),
         fingerprint=hub.fingerprint(model_dir),
         codec=codec,
     )

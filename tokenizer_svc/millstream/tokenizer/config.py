@@ -15,7 +15,7 @@ class TokenizerConfig:
     """Settings of one tokenizer service."""
 
     model: str | None = None  # a folder or a Hugging Face id; None: the embedded model
-    served_model_name: str | None = None  # None: as `model` says
+    served_model_name: str | None = None  # None: the id, or the folder's name
     threads: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
     max_text_bytes: int = 16 * 1024 * 1024
     encode_timeout_s: float = 60.0
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", help="model folder or Hugging Face id; default: the embedded model"
     )
     parser.add_argument(
-        "--served-model-name", help="name to tell clients; default: as --model says"
+        "--served-model-name", help="name to tell clients; default: the id, or the folder's name"
     )
     parser.add_argument(
         "--threads",
