@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +14,13 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.tiny_tokenizers import BYTE_VOCAB_SIZE, IM_END_ID, byte_ids, make_byte_tokenizer
+from tests.tiny_tokenizers import (
+    BYTE_VOCAB_SIZE,
+    IM_END_ID,
+    byte_ids,
+    make_bos_tokenizer,
+    make_byte_tokenizer,
+)
 
 from millstream.rpc.errors import (
     DeadlineExceeded,
@@ -135,6 +142,23 @@ async def test_a_batch_of_many_chunks_keeps_its_order(start: Start) -> None:
             expected += running.codec.encode_batch([rendered], add_special_tokens=False)
     response = await running.stub.Encode(EncodeRequest(inputs=inputs))
     assert [list(s.token_ids) for s in response.sequences] == expected
+
+
+async def test_row_36_a_chat_has_the_templates_bos_and_no_other(
+    start: Start, tmp_path: Path
+) -> None:
+    """Whatever add_special_tokens says, which is about texts."""
+    folder = make_bos_tokenizer(tmp_path)
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    running = await start(codec=Codec.load(folder))
+    for add in (None, True, False):
+        for plain in (False, True):
+            inputs = [user("Hello world", plain_content=plain), EncodeInput(text="Hello world")]
+            request = EncodeRequest(inputs=inputs, add_special_tokens=add)
+            chat, text = (await running.stub.Encode(request)).sequences
+            assert (chat.token_ids[0], list(chat.token_ids).count(1)) == (1, 1)
+            assert list(text.token_ids).count(1) == (add is not False)
 
 
 async def test_row_75_plain_content_over_the_wire(start: Start) -> None:
@@ -391,11 +415,12 @@ async def test_row_88_large_messages_do_not_hold_others_up(start: Start) -> None
     done = threading.Event()
 
     async def ping() -> None:
+        answered = time.monotonic()
         while not done.is_set():
-            started = time.monotonic()
+            await asyncio.sleep(0.01)  # within the gap: the service has this very event loop
             await running.stub.GetTokenizerInfo(GetTokenizerInfoRequest())
-            gaps.append(time.monotonic() - started)
-            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - answered)
+            answered += gaps[-1]
 
     pinging = asyncio.ensure_future(ping())
     text = "some text " * 100_000  # a million ids
@@ -403,9 +428,14 @@ async def test_row_88_large_messages_do_not_hold_others_up(start: Start) -> None
     call = running.stub.Detokenize()
     await ask(call, DetokenizeRequest(open=[DetokenizeOpen(handle=1)]))
     tokens = StepOutput(handles=[1], token_ids=ids, counts=[len(ids)])
-    answer = await ask(call, DetokenizeRequest(tokens=tokens))
+    assert max(gaps) < 1.0  # client and server share this process's GIL
+    shares = []
+    for _ in range(3):  # the machine has other work, too
+        gaps.clear()
+        started = time.monotonic()
+        answer = await ask(call, DetokenizeRequest(tokens=tokens))
+        shares.append(max(gaps, default=math.inf) / (time.monotonic() - started))
+        assert answer.texts[0] == text
     done.set()
     await pinging
-    assert answer.texts[0] == text
-    print(f"longest gap {max(gaps) * 1e3:.0f} ms of {len(gaps)} pings")
-    assert max(gaps) < 1.0  # client and server share this process's GIL
+    assert min(shares) < 0.6  # on the event loop it would be all of the time
