@@ -6,6 +6,7 @@ by the prompt's last id. `scripted` obeys some prompt ids, so that one engine se
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ BLOCK_SIZE = 16
 
 # Prompt ids that `scripted` obeys in the step that computes them.
 SLEEP_ID = 900  # the step takes SLEEP_S
-HANG_ID = 901  # the step never ends
+HANG_ID = 901  # the step never ends, and no other thread of the process runs again
 RAISE_ID = 902  # the step raises
 DIE_ID = 903  # the process dies
 
@@ -99,7 +100,7 @@ def scripted(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
         if SLEEP_ID in token_ids:
             time.sleep(SLEEP_S)
         if HANG_ID in token_ids:
-            time.sleep(3600)
+            ctypes.PyDLL(None).sleep(3600)  # PyDLL: with the GIL held
         if RAISE_ID in token_ids:
             raise RuntimeError("told to by RAISE_ID")
         if DIE_ID in token_ids:

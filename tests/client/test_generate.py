@@ -346,6 +346,16 @@ async def test_row_24_a_prompt_beyond_the_limit_is_refused_in_the_client(
         assert outcomes[1].token_ids == [2, 3, EOS]
 
 
+async def test_row_24_a_batch_beyond_the_limit_goes_in_several_messages(
+    client: AsyncClient, services: FakeServices
+) -> None:
+    services.engine.info.limits.max_message_bytes = limit = 1 << 17
+    prompts = [[i] * 20_000 for i in range(30)]
+    outputs = await client.generate(prompts, SamplingParams(max_tokens=1), detokenize=False)
+    assert [output.token_ids for output in outputs] == [[i] for i in range(30)]
+    assert all(message.ByteSize() <= limit for message in services.engine.messages)
+
+
 async def test_chat(client: AsyncClient) -> None:
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
     assert (await client.chat(turns)).text == "system:s|user:hi"
