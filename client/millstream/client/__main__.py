@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from millstream.client.cli import bench, chat, demo, generate, health, models, serve
 from millstream.client.processes import LaunchError
 from millstream.rpc.errors import MillstreamError
+from millstream.rpc.version import millstream_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ def _overview() -> argparse.ArgumentParser:
         description="Serves large language models as two gRPC services; talks with them.",
         epilog="millstream COMMAND --help says everything about a command.",
     )
-    version = importlib.metadata.version("millstream")
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="version", version=millstream_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         commands.add_parser(name, help=command.help)

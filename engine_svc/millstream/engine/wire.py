@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib import metadata
 
 from google.rpc import status_pb2
 
@@ -19,6 +18,7 @@ from millstream.rpc.errors import (
     MillstreamError,
     to_status,
 )
+from millstream.rpc.version import millstream_version
 from millstream.v1 import engine_pb2
 
 API_VERSION = "v1"
@@ -47,7 +47,7 @@ def engine_info(
             num_blocks=info.num_blocks,
             max_message_bytes=max_message_bytes,
         ),
-        server_version=metadata.version("millstream"),
+        server_version=millstream_version(),
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import grpc
@@ -21,6 +20,7 @@ from millstream.rpc.errors import (
     abort,
 )
 from millstream.rpc.threads import in_daemon_thread
+from millstream.rpc.version import millstream_version
 from millstream.tokenizer.codec import Codec
 from millstream.tokenizer.config import TokenizerConfig
 from millstream.tokenizer.detokenizer import UnknownTokenId
@@ -164,7 +164,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                     bos_token_id=codec.bos_token_id,
                     eos_token_id=codec.eos_token_id,
                     max_message_bytes=self._max_message_bytes,
-                    server_version=version("millstream"),
+                    server_version=millstream_version(),
                 )
             )
 
