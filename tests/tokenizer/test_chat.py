@@ -164,6 +164,7 @@ def test_variables_and_documents_reach_the_template(tmp_path: Path) -> None:
         ({"variables_json": "[" * 100_000}, "chat.variables_json"),
         ({"variables_json": '{"chat_template": "{{ 1 }}"}'}, "chat.variables_json"),
         ({"variables_json": '{"tokenize": true}'}, "chat.variables_json"),
+        ({"variables_json": '{"messages": []}'}, "chat.variables_json"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             "chat.add_generation_prompt",

@@ -17,6 +17,14 @@ from millstream.client.stream import Stream
 from millstream.client.types import Health, Output, ServicesHealth, ServicesInfo
 from millstream.rpc.errors import MillstreamError
 from millstream.rpc.sampling_params import SamplingParams
+from millstream.rpc.values import (
+    check_bool,
+    check_float,
+    check_ids,
+    check_list,
+    check_text,
+    refusal,
+)
 from millstream.v1 import tokenizer_pb2
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -38,7 +46,13 @@ class AsyncClient:
         observer: Observer | None = None,
     ) -> None:
         """gRPC targets; None: not needed. `timeout_s`: how long to wait until they serve, before
-        EngineUnavailable is raised. `observer` is called with each message of the engine."""
+        EngineUnavailable is raised. `observer` is called with each message of the engine. Raises
+        InvalidArgument."""
+        for name, target in (("engine", engine), ("tokenizer", tokenizer)):
+            if target is not None and not check_text(name, target):
+                raise refusal(name, "a gRPC target such as localhost:50051", target)
+        if not check_float("timeout_s", timeout_s) > 0:
+            raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine
         self.tokenizer_target = tokenizer
         self._services = Services(
@@ -147,9 +161,12 @@ class AsyncClient:
 
     async def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Any:
         """A text's token ids; for a list of texts, a list of them."""
-        texts = [text] if isinstance(text, str) else text
-        inputs = [tokenizer_pb2.EncodeInput(text=jobs.check_text("text", one)) for one in texts]
-        sequences = await self._executor.encode(inputs, add_special_tokens=add_special_tokens)
+        wanted = "a string or a list of strings"
+        texts = [text] if isinstance(text, str) else check_list("text", text, wanted)
+        inputs = [tokenizer_pb2.EncodeInput(text=check_text("text", one)) for one in texts]
+        sequences = await self._executor.encode(
+            inputs, add_special_tokens=check_bool("add_special_tokens", add_special_tokens)
+        )
         ids = [list(sequence.token_ids) for sequence in sequences]
         return ids[0] if isinstance(text, str) else ids
 
@@ -160,10 +177,13 @@ class AsyncClient:
         skip_special_tokens: bool = True,
     ) -> Any:
         """The text of token ids; for a list of sequences, a list of texts."""
+        check_list("token_ids", token_ids, "a list of token ids or a list of those")
         one = not token_ids or jobs.is_one_prompt(token_ids)
         sequences: Sequence[Any] = [token_ids] if one else token_ids
-        sequences = [jobs.check_ids("token_ids", sequence) for sequence in sequences]
-        texts = await self._executor.decode(sequences, skip_special_tokens=skip_special_tokens)
+        sequences = [check_ids("token_ids", sequence) for sequence in sequences]
+        texts = await self._executor.decode(
+            sequences, skip_special_tokens=check_bool("skip_special_tokens", skip_special_tokens)
+        )
         return texts[0] if one else texts
 
     async def info(self) -> ServicesInfo:

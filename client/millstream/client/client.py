@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -26,7 +27,7 @@ class Client:
     """A client of one engine and one tokenizer service, for any number of threads.
 
     Connects when first used. A KeyboardInterrupt while waiting cancels the request. Create it after
-    a fork, not before.
+    a fork, not before; in the child it raises RuntimeError.
     """
 
     def __init__(
@@ -38,18 +39,16 @@ class Client:
         observer: Observer | None = None,
     ) -> None:
         """As AsyncClient's; `observer` is called on the client's own thread."""
+        self._client = AsyncClient(engine, tokenizer, timeout_s=timeout_s, observer=observer)
         self.engine_target = engine
         self.tokenizer_target = tokenizer
+        self._process_id = os.getpid()
+        self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="millstream-client", daemon=True
         )
         self._thread.start()
-
-        async def create() -> AsyncClient:
-            return AsyncClient(engine, tokenizer, timeout_s=timeout_s, observer=observer)
-
-        self._client = self._wait(create())
         atexit.register(self.close)  # while the thread still runs
 
     @overload
@@ -145,13 +144,16 @@ class Client:
         return self._wait(self._client.health())
 
     def close(self) -> None:
-        if self._loop.is_closed():
+        if os.getpid() != self._process_id:  # the parent's, whose thread is not here
             return
-        atexit.unregister(self.close)
-        self._wait(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with self._closing:  # a second thread returns when it is closed, too
+            if self._loop.is_closed():
+                return
+            self._wait(self._close())
+            atexit.unregister(self.close)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -189,9 +191,9 @@ class Client:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs it on the client's loop. Whoever interrupts the waiting cancels the work."""
-        if self._loop.is_closed():
+        if (hindrance := self._hindrance()) is not None:
             work.close()
-            raise EngineUnavailable("the client is closed")
+            raise hindrance
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -200,6 +202,16 @@ class Client:
         except BaseException:
             future.cancel()
             raise
+
+    def _hindrance(self) -> Exception | None:
+        """Why waiting for the client's loop would fail, or never end."""
+        if self._loop.is_closed():
+            return EngineUnavailable("the client is closed")
+        if os.getpid() != self._process_id:
+            return RuntimeError("a Client does not outlive a fork: create another in the child")
+        if threading.current_thread() is self._thread:
+            return RuntimeError("a Client cannot be waited for on its own thread (in an observer)")
+        return None
 
 
 def _copy_docstrings(methods: tuple[str, ...], of: type, to: type) -> None:

@@ -63,9 +63,11 @@ class Executor:
             ]
             for chunk_outcomes in await asyncio.gather(*chunks):
                 outcomes += chunk_outcomes
-        for outcome in outcomes:
+        for number, outcome in enumerate(outcomes):
             in_place = return_exceptions and isinstance(outcome, MillstreamError)
             if isinstance(outcome, BaseException) and not in_place:
+                if not one:
+                    outcome.add_note(f"prompt number {number}")
                 raise outcome
         return outcomes[0] if one else outcomes
 
@@ -182,7 +184,7 @@ def _submit(
         include_stop=job.include_stop,
         # A match inside a longer stop string waits for that one: it may end before tokens that have
         # been answered for.
-        hold_ids=any(inner in outer[1:-1] for inner in job.stop for outer in job.stop),
+        hold_ids=_nested(job.stop),
     )
     session = None
     if text is not None and job.detokenize:
@@ -201,6 +203,12 @@ def _submit(
         raise
     generation.bind(cancel=functools.partial(engine.cancel, handle), text=session)
     return generation
+
+
+def _nested(stop: Sequence[str]) -> bool:
+    """Whether a stop string lies inside another one, apart from its ends."""
+    texts = set(stop)
+    return any(inner in outer[1:-1] for outer in texts if len(outer) > 2 for inner in texts)
 
 
 def _deadline(job: Job) -> float | None:

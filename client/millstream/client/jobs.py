@@ -10,10 +10,11 @@ import json
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, overload
 
 from millstream.rpc.errors import InvalidArgument, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, to_proto
+from millstream.rpc.values import check_bool, check_float, check_ids, check_text, refusal
 from millstream.v1 import engine_pb2, tokenizer_pb2
 
 Prompt = str | Sequence[int]
@@ -92,16 +93,16 @@ def chat_job(
     messages: object, params: SamplingParams | None, options: ChatOptions, request_id: str = ""
 ) -> Job:
     """Raises InvalidArgument or Unsupported naming the bad argument."""
-    if not isinstance(messages, Sequence) or not messages:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidArgument("messages: a non-empty list of messages", field="messages")
     chat = tokenizer_pb2.Chat(
         messages=[_message(i, message) for i, message in enumerate(messages)],
-        add_generation_prompt=options.get("add_generation_prompt"),
-        continue_final_message=options.get("continue_final_message"),
+        add_generation_prompt=_flag("add_generation_prompt", options),
+        continue_final_message=_flag("continue_final_message", options),
         template=check_text("template", options.get("template", "")),
         tools_json=_json("tools", options.get("tools")),
         variables_json=_json("template_variables", options.get("template_variables")),
-        plain_content=options.get("plain_content"),
+        plain_content=_flag("plain_content", options),
     )
     return _job(tokenizer_pb2.EncodeInput(chat=chat), (), params, options, request_id)
 
@@ -118,11 +119,10 @@ def jobs_of(
     all_params = _each("sampling_params", params, len(items), (SamplingParams, type(None)))
     ids = _each("request_id", options.get("request_id", ""), len(items), str)
     jobs: list[Job | MillstreamError] = []
-    for i, (item, one_params, request_id) in enumerate(zip(items, all_params, ids, strict=True)):
+    for item, one_params, request_id in zip(items, all_params, ids, strict=True):
         try:
             jobs.append(make(item, one_params, options, request_id))
         except MillstreamError as error:
-            error.add_note(f"prompt number {i}")
             jobs.append(error)
     return jobs
 
@@ -132,35 +132,6 @@ def check_options(options: Mapping[str, Any], known: type) -> None:
     for name in options:
         if name not in known.__annotations__:
             raise TypeError(f"unexpected keyword argument {name!r}")
-
-
-def check_text(name: str, text: object) -> str:
-    """The text, if protobuf can carry it; else InvalidArgument (a ValueError)."""
-    if not isinstance(text, str):
-        raise InvalidArgument(f"{name}: a string, not {type(text).__name__}", field=name)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{name}: character {error.start} is a lone surrogate, which no UTF-8 text can have",
-            field=name,
-        ) from None
-    return text
-
-
-def check_ids(name: str, token_ids: Sequence[Any]) -> Sequence[int]:
-    """The ids, if protobuf can carry them; else InvalidArgument naming the position."""
-    for i, token_id in enumerate(token_ids):
-        if type(token_id) is int and 0 <= token_id < 2**32:
-            continue
-        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
-            wanted = "a token id"
-        elif not 0 <= int(token_id) < 2**32:
-            wanted = "a token id of 0 or more, below 2**32"
-        else:
-            continue
-        raise InvalidArgument(f"{name}[{i}]: {wanted}, not {token_id!r}", field=name)
-    return token_ids
 
 
 # ----
@@ -173,13 +144,11 @@ def _job(
     options: RequestOptions,
     request_id: str,
 ) -> Job:
-    params = params or SamplingParams()
+    params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
-        raise InvalidArgument(
-            f"sampling_params: SamplingParams, not {type(params).__name__}", field="sampling_params"
-        )
-    stop = tuple(check_text("stop", text) for text in params.stop_strings)
-    detokenize = _flag("detokenize", options.get("detokenize", True))
+        raise refusal("sampling_params", "SamplingParams", params)
+    stop = params.stop_strings
+    detokenize = _flag("detokenize", options, default=True)
     if stop and not detokenize:
         raise InvalidArgument("stop: stop strings need detokenize=True", field="stop")
     return Job(
@@ -193,8 +162,8 @@ def _job(
         detokenize=detokenize,
         timeout_s=_timeout(options.get("timeout_s")),
         stop=stop,
-        include_stop=_flag("include_stop", params.include_stop),
-        skip_special_tokens=_flag("skip_special_tokens", params.skip_special_tokens),
+        include_stop=check_bool("include_stop", params.include_stop),
+        skip_special_tokens=check_bool("skip_special_tokens", params.skip_special_tokens),
     )
 
 
@@ -222,21 +191,23 @@ def _json(name: str, value: object) -> str:
         raise InvalidArgument(f"{name}: not JSON: {error}", field=name) from None
 
 
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidArgument(f"{name}: True or False, not {value!r}", field=name)
-    return value
+@overload
+def _flag(name: str, options: Mapping[str, Any], default: bool) -> bool: ...
+@overload
+def _flag(name: str, options: Mapping[str, Any]) -> bool | None: ...
+def _flag(name: str, options: Mapping[str, Any], default: bool | None = None) -> bool | None:
+    """A keyword that is True or False, or not given (None)."""
+    value = options.get(name)
+    return default if value is None else check_bool(name, value)
 
 
 def _timeout(timeout_s: object) -> float | None:
     if timeout_s is None:
         return None
-    number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
-    if not number or not 0 < float(cast(float, timeout_s)) <= 2**32 / 1000 - 1:
-        raise InvalidArgument(
-            f"timeout_s: seconds above 0 and below 4 million, not {timeout_s!r}", field="timeout_s"
-        )
-    return float(cast(float, timeout_s))
+    seconds = check_float("timeout_s", timeout_s)
+    if not 0 < seconds <= 2**32 / 1000 - 1:
+        raise refusal("timeout_s", "seconds above 0 and below 4 million", timeout_s)
+    return seconds
 
 
 def _each(name: str, value: Any, count: int, kind: Any) -> Sequence[Any]:
@@ -247,4 +218,4 @@ def _each(name: str, value: Any, count: int, kind: Any) -> Sequence[Any]:
         if len(value) == count:
             return value
         raise InvalidArgument(f"{name}: {len(value)} for {count} prompts", field=name)
-    raise InvalidArgument(f"{name}: not {type(value).__name__}", field=name)
+    raise refusal(name, "one for all or a list with one for each", value)

@@ -17,7 +17,7 @@ _KEYWORDS = {
     "variables_json": "template_variables",
 }
 # sampling.top_p -> top_p; inputs[3].chat.messages[0].content -> messages[0].content
-_PREFIX = re.compile(r"^(sampling\.|inputs\[\d+\]\.(chat\.)?)")
+_PREFIX = re.compile(r"^(sampling\.|open\.|tokens\.|inputs\[\d+\]\.(chat\.)?)")
 _INPUT = re.compile(r"^inputs\[\d+\]$")
 
 

@@ -141,19 +141,28 @@ class _Opener(Generic[S]):
 
     def __init__(self, open_stream: Callable[[], Coroutine[Any, Any, S]]) -> None:
         self._open = open_stream
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Task[S] | None = None
         self._closed = False
 
     async def get(self) -> S:
         if self._closed:
             raise EngineUnavailable("the client is closed")
+        self._loop = self._loop or asyncio.get_running_loop()
+        if self._loop is not asyncio.get_running_loop():
+            raise RuntimeError("an AsyncClient belongs to the event loop that used it first")
         task = self._opening
         if task is None or (task.done() and (task.exception() or task.result().broken)):
-            task = self._opening = asyncio.create_task(self._open())
+            task = self._opening = asyncio.create_task(self._open_anew(task))
         try:
             return await asyncio.shield(task)
         except MillstreamError as error:
             raise copy(error) from None
+
+    async def _open_anew(self, before: asyncio.Task[S] | None) -> S:
+        if before is not None and not before.exception():
+            await before.result().close()  # it is broken, but its tasks are still there
+        return await self._open()
 
     async def close(self) -> None:
         self._closed = True

@@ -6,16 +6,27 @@ what protobuf itself would refuse, with an unclear message, is caught and named.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from millstream.rpc.errors import InvalidArgument, Unsupported
+from millstream.rpc.values import (
+    UINT32_MAX,
+    UINT64_MAX,
+    check_bool,
+    check_float,
+    check_ids,
+    check_int,
+    check_list,
+    check_text,
+    refusal,
+)
 from millstream.v1 import engine_pb2
 
-_UINT32_MAX = 2**32 - 1
-_UINT64_MAX = 2**64 - 1
+# Of one request's stop strings together: what looking for them at each token costs is bounded.
+MAX_STOP_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,32 +47,39 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
     n: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] | Sequence[Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = ()
+    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Sequence[str] = ()
+    choice: Sequence[str] | None = ()
     grammar: str | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple; InvalidArgument if it is no string or list of non-empty strings."""
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
+        """`stop` as a tuple; InvalidArgument if it is no string or list of non-empty strings, or
+        too long."""
+        stop = (
+            (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        )
+        wanted = "a non-empty string or a list of them"
+        texts = tuple(check_text("stop", text) for text in check_list("stop", stop, wanted))
+        if "" in texts:
+            raise refusal("stop", wanted, self.stop)
+        if (size := sum(map(len, texts))) > MAX_STOP_CHARS:
             raise InvalidArgument(
-                f"stop: a non-empty string or a list of them, not {self.stop!r}", field="stop"
+                f"stop: at most {MAX_STOP_CHARS} characters together, not {size}", field="stop"
             )
-        return tuple(stop)
+        return texts
 
 
 def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
@@ -72,81 +90,43 @@ def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
         if value is not None:
             setattr(message, name, check(name, value))
     for name in ("stop_token_ids", "allowed_token_ids"):
-        getattr(message, name).extend(_id_list(name, getattr(params, name)))
-    for key, bias in (params.logit_bias or {}).items():
-        message.logit_bias[_uint32("logit_bias", key)] = _float("logit_bias", bias)
-    for word in params.bad_words:
+        value = getattr(params, name)
+        if value is not None:
+            getattr(message, name).extend(check_ids(name, value))
+    if params.logit_bias is not None:
+        if not isinstance(params.logit_bias, Mapping):
+            raise refusal("logit_bias", "a dict of token ids and numbers", params.logit_bias)
+        for key, bias in params.logit_bias.items():
+            message.logit_bias[_uint32("logit_bias", key)] = check_float("logit_bias", bias)
+    for word in check_list("bad_words", params.bad_words or (), "a list"):
         if isinstance(word, str):
             raise Unsupported("bad_words: only token ids so far", field="bad_words")
-        message.bad_words.add(token_ids=_id_list("bad_words", word))
+        message.bad_words.add(token_ids=check_ids("bad_words", word))
     if params.choice:
-        message.choice.values.extend(_text("choice", value) for value in params.choice)
+        texts = check_list("choice", params.choice, "a list of strings")
+        message.choice.values.extend(check_text("choice", text) for text in texts)
     return message
 
 
-def _refuse(name: str, value: object, wanted: str) -> InvalidArgument:
-    return InvalidArgument(f"{name}: {wanted}, not {value!r}", field=name)
-
-
-def _float(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _refuse(name, value, "a number")
-    return float(value)
-
-
-def _integer(low: int, high: int) -> Callable[[str, Any], int]:
-    def check(name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise _refuse(name, value, "a whole number")
-        if not low <= int(value) <= high:
-            raise _refuse(name, value, f"from {low} to {high}")
-        return int(value)
-
-    return check
-
-
-_uint32 = _integer(0, _UINT32_MAX)
-
-
-def _bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "True or False")
-    return value
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _refuse(name, value, "a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _refuse(name, value, "text without lone surrogates") from None
-    return value
-
-
-def _id_list(name: str, values: object) -> list[int]:
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise _refuse(name, values, "a list of token ids")
-    return [_uint32(name, value) for value in values]
-
+_uint32 = partial(check_int, low=0, high=UINT32_MAX)
 
 _SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
-    "temperature": _float,
-    "top_p": _float,
-    "top_k": _integer(-(2**31), 2**31 - 1),
-    "min_p": _float,
-    "presence_penalty": _float,
-    "frequency_penalty": _float,
-    "repetition_penalty": _float,
-    "seed": _integer(0, _UINT64_MAX),
+    "temperature": check_float,
+    "top_p": check_float,
+    "top_k": partial(check_int, low=-(2**31), high=2**31 - 1),
+    "min_p": check_float,
+    "presence_penalty": check_float,
+    "frequency_penalty": check_float,
+    "repetition_penalty": check_float,
+    "seed": partial(check_int, low=0, high=UINT64_MAX),
     "max_tokens": _uint32,
     "min_tokens": _uint32,
-    "ignore_eos": _bool,
+    "ignore_eos": check_bool,
     "n": _uint32,
     "logprobs": _uint32,
     "prompt_logprobs": _uint32,
-    "json_schema": _text,
-    "json_object": _bool,
-    "regex": _text,
-    "grammar": _text,
+    "json_schema": check_text,
+    "json_object": check_bool,
+    "regex": check_text,
+    "grammar": check_text,
 }

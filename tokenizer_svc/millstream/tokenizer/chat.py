@@ -35,7 +35,7 @@ class ChatRenderer:
         """tokenizer: a transformers tokenizer."""
         self._tokenizer = tokenizer
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-        self._reserved = frozenset(parameters) - _TEMPLATE_PARAMETERS
+        self._reserved = (frozenset(parameters) - _TEMPLATE_PARAMETERS) | {"messages"}
 
     @property
     def has_template(self) -> bool:

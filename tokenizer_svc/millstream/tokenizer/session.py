@@ -12,6 +12,7 @@ from millstream.rpc.errors import (
     UnknownHandle,
     to_status,
 )
+from millstream.rpc.sampling_params import MAX_STOP_CHARS
 from millstream.tokenizer.codec import Codec
 from millstream.tokenizer.detokenizer import Detokenizer, UnknownTokenId
 from millstream.v1 import engine_pb2, tokenizer_pb2
@@ -65,6 +66,11 @@ class DetokenizeSession:
     def _sequence(self, opening: tokenizer_pb2.DetokenizeOpen) -> Detokenizer:
         if "" in opening.stop:
             raise InvalidArgument("open.stop: a stop string is empty", field="open.stop")
+        if (size := sum(map(len, opening.stop))) > MAX_STOP_CHARS:
+            raise InvalidArgument(
+                f"open.stop: at most {MAX_STOP_CHARS} characters together, not {size}",
+                field="open.stop",
+            )
         skip = opening.skip_special_tokens if opening.HasField("skip_special_tokens") else True
         return Detokenizer(
             self._codec.text_decoder(skip_special_tokens=skip),

@@ -1,0 +1,79 @@
+"""Values that come from a Python user: each check returns what protobuf can carry, or raises
+InvalidArgument (a ValueError) whose message starts with the argument's name."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from millstream.rpc.errors import InvalidArgument
+
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+
+
+def refusal(name: str, wanted: str, value: object, *, field: str | None = None) -> InvalidArgument:
+    """`field`: the argument, where `name` is a place in it (`prompt[3]`)."""
+    shown = repr(value)
+    if len(shown) > 200:
+        shown = f"{shown[:200]}..."
+    return InvalidArgument(f"{name}: {wanted}, not {shown}", field=field or name)
+
+
+def check_float(name: str, value: object) -> float:
+    """Any number, NaN and infinity too: ranges are the engine's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise refusal(name, "a number", value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise refusal(name, "a number of a float's size", value) from None
+
+
+def check_int(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise refusal(name, "a whole number", value)
+    if not low <= int(value) <= high:
+        raise refusal(name, f"from {low} to {high}", value)
+    return int(value)
+
+
+def check_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise refusal(name, "True or False", value)
+    return value
+
+
+def check_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name}: a string, not {type(value).__name__}", field=name)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name}: character {error.start} is a lone surrogate, which no UTF-8 text can have",
+            field=name,
+        ) from None
+    return value
+
+
+def check_list(name: str, value: object, wanted: str) -> Sequence[Any]:
+    """A list, a tuple or the like; a text is none."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise refusal(name, wanted, value)
+    return value
+
+
+def check_ids(name: str, value: object) -> Sequence[int]:
+    """Token ids; an error names the position of a bad one."""
+    token_ids = check_list(name, value, "a list of token ids")
+    for i, token_id in enumerate(token_ids):
+        if type(token_id) is int and 0 <= token_id <= UINT32_MAX:
+            continue
+        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
+            raise refusal(f"{name}[{i}]", "a token id", token_id, field=name)
+        if not 0 <= int(token_id) <= UINT32_MAX:
+            wanted = "a token id of 0 or more, below 2**32"
+            raise refusal(f"{name}[{i}]", wanted, token_id, field=name)
+    return token_ids
