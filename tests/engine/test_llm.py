@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +171,44 @@ def test_an_interrupted_generate_leaves_nothing_behind(
     assert llm.is_finished()
     assert llm.stats().kv_blocks_used == llm.stats().num_requests_running == 0
     assert len(llm.generate([1, 2], GREEDY, use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize("nth", [0, 1, 3])
+def test_ctrl_c_in_the_middle_of_a_step(
+    llm: LLM, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts between steps: the engine is idle afterwards, and the next call works."""
+    expected = llm.generate([1, 2], GREEDY, use_tqdm=False)
+    runner = llm._core._runner
+    launch, calls = runner.launch, itertools.count()
+
+    def interrupted(plan: Any) -> None:
+        if next(calls) == nth:
+            signal.raise_signal(signal.SIGINT)
+        launch(plan)
+
+    monkeypatch.setattr(runner, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
+    assert llm.is_finished()
+    assert llm.stats().kv_blocks_used == llm.stats().num_requests_running == 0
+    assert llm.generate([1, 2], GREEDY, use_tqdm=False) == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 3, {"a": 1}, b"ab", [True], [1.0], [-1], [2**32], [1, "a"], [None], "\ud800"]
+)
+def test_a_wrong_prompt_is_named(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match=r"^prompt"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize("params", ["x", 3, {"temperature": 0}, [3]])
+def test_wrong_sampling_params_are_named(llm: LLM, params: Any) -> None:
+    with pytest.raises(ValueError, match=r"^sampling_params: "):
+        llm.generate([1, 2], params, use_tqdm=False)
 
 
 def test_generate_does_not_mix_with_pending_requests(llm: LLM) -> None:

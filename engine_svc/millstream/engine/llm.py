@@ -9,10 +9,13 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
+import numbers
 import secrets
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from tqdm.auto import tqdm
@@ -25,6 +28,7 @@ from millstream.engine.request import FinishReason, Request
 from millstream.engine.validation import to_request
 from millstream.rpc.errors import EngineFault, Unsupported
 from millstream.rpc.sampling_params import SamplingParams, to_proto
+from millstream.rpc.values import check_ids, check_list, check_text, refusal
 from millstream.v1 import engine_pb2
 
 Prompt = str | Sequence[int]
@@ -86,16 +90,19 @@ class LLM:
         inputs = _prompt_list(prompts)
         params = _params_list(sampling_params, len(inputs))
         requests = [self._request(*each) for each in zip(inputs, params, strict=True)]
-        keys = [self._submit(request) for request in requests]
+        keys = [request.key for request in requests]
         results: dict[int, tuple[FinishedRecord, list[int]]] = {}
         try:
+            for request in requests:
+                self._submit(request)
             with tqdm(total=len(keys), desc="generating", disable=not use_tqdm) as progress:
                 while not self.is_finished():
                     finished, _ = self._step()
                     results.update((ended[0].key, ended) for ended in finished)
                     progress.update(len(finished))
         except BaseException:  # Ctrl-C too: the next call finds an idle engine
-            with contextlib.suppress(Exception):  # a broken engine's second fault hides the first
+            # Suppressed because a broken engine's second fault would hide the first.
+            with contextlib.suppress(Exception), _uninterrupted():
                 self._cancel_all()
             raise
         return [
@@ -129,14 +136,18 @@ class LLM:
     # ---- inside
 
     def _request(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Request:
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise refusal("sampling_params", "SamplingParams", params)
         if params.stop_strings:
             raise Unsupported(
                 "stop: stop strings are matched by the client; LLM takes stop_token_ids",
                 field="stop",
             )
         submission = engine_pb2.Submission(
-            token_ids=self._encode(prompt) if isinstance(prompt, str) else prompt,
+            token_ids=self._encode(check_text("prompt", prompt))
+            if isinstance(prompt, str)
+            else check_ids("prompt", prompt),
             sampling=to_proto(params),
         )
         return to_request(
@@ -147,15 +158,17 @@ class LLM:
         )
 
     def _submit(self, request: Request) -> int:
-        self._outputs[request.key] = []
-        self._core.submit(request)
+        with _uninterrupted():
+            self._outputs[request.key] = []
+            self._core.submit(request)
         return request.key
 
     def _step(self) -> tuple[list[tuple[FinishedRecord, list[int]]], int]:
-        record = self._core.step()
-        for key, token_id in zip(record.keys, record.token_ids, strict=True):
-            self._outputs[key].append(token_id)
-        finished = [(ended, self._outputs.pop(ended.key)) for ended in record.finished]
+        with _uninterrupted():
+            record = self._core.step()
+            for key, token_id in zip(record.keys, record.token_ids, strict=True):
+                self._outputs[key].append(token_id)
+            finished = [(ended, self._outputs.pop(ended.key)) for ended in record.finished]
         for ended, _ in finished:
             if ended.reason == FinishReason.ERROR:
                 raise EngineFault(ended.message)
@@ -208,12 +221,31 @@ def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(model=model, **options)
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A Ctrl-C inside counts at the end: half a step would leave scheduler and runner at odds."""
+    handler = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (in_main_thread and callable(handler)):  # then no exception comes of it here
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
+
+
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    wanted = "a text, a list of token ids, or a list of those"
+    items: Sequence[Any] = check_list("prompts", prompts, wanted)
+    is_one = len(items) > 0 and isinstance(items[0], numbers.Integral)
+    return [items] if is_one else list(items)
 
 
 def _params_list(
@@ -221,6 +253,6 @@ def _params_list(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
+    if len(check_list("sampling_params", params, "one for all or a list")) != count:
         raise ValueError(f"sampling_params: one, or one a prompt ({count}), not {len(params)}")
-    return list(params)
+    return [SamplingParams() if one is None else one for one in params]
