@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -75,26 +74,6 @@ def test_row_78_no_positions_beyond_the_models() -> None:
     assert resolve(EngineConfig(max_model_len=limit), CPU, MODEL).max_model_len == limit
     with pytest.raises(LoadError, match=f"max_model_len: the model has {limit} positions"):
         resolve(EngineConfig(max_model_len=limit + 1), CPU, MODEL)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": "int8"},
-        {"max_num_seqs": 0},
-        {"max_num_batched_tokens": 0},
-        {"max_model_len": 1},
-        {"block_size": 0},
-        {"kv_cache_bytes": 0},
-        {"threads": 0},
-        {"gpu_memory_utilization": 0.0},
-        {"gpu_memory_utilization": 1.01},
-        {"gpu_memory_utilization": float("nan")},
-    ],
-)
-def test_settings_out_of_range_name_themselves(options: dict[str, Any]) -> None:
-    with pytest.raises(LoadError, match=f"^{next(iter(options))}: "):
-        resolve(EngineConfig(**options), CPU, MODEL)
 
 
 def test_tensor_parallel_is_one_so_far() -> None:

@@ -205,6 +205,14 @@ def test_a_wrong_prompt_is_named(llm: LLM, prompts: Any) -> None:
     assert llm.is_finished()
 
 
+def test_closed_is_closed() -> None:
+    llm = LLM(runner="instant")
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([1], GREEDY, use_tqdm=False)
+
+
 @pytest.mark.parametrize("params", ["x", 3, {"temperature": 0}, [3]])
 def test_wrong_sampling_params_are_named(llm: LLM, params: Any) -> None:
     with pytest.raises(ValueError, match=r"^sampling_params: "):

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 # gRPC's own lines for what we report in one of ours. Read when grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -15,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from millstream.client.cli import bench, chat, demo, generate, health, models, serve
 from millstream.client.processes import LaunchError
 from millstream.rpc.errors import MillstreamError
+from millstream.rpc.flags import Parser
 from millstream.rpc.version import millstream_version
 
 
@@ -39,13 +39,6 @@ _COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
@@ -59,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     command = _COMMANDS[name]
     prog = f"millstream {name}"
     try:
-        parser = _Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
+        parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
         command.add_arguments(parser)
         return command.run(parser.parse_args(argv[1:]))
     except KeyboardInterrupt:
@@ -75,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
 def _overview() -> argparse.ArgumentParser:
     """Lists the commands, and refuses what is none. Flags of a command are its own parser's: they
     may need what is not installed."""
-    parser = _Parser(
+    parser = Parser(
         prog="millstream",
         description="Serves large language models as two gRPC services; talks with them.",
         epilog="millstream COMMAND --help says everything about a command.",

@@ -13,7 +13,7 @@ from millstream.engine import config as engine_config
 from millstream.engine.config import EngineConfig
 from millstream.engine.load import find_model
 from millstream.engine.service import EngineService, Model
-from millstream.rpc.flags import HelpFormatter, add_server_arguments, server_config
+from millstream.rpc.flags import HelpFormatter, Parser, add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
 from millstream.rpc.process import run_and_exit
 from millstream.rpc.server import ServerConfig, StartError, run_service
@@ -24,13 +24,8 @@ DEFAULT_PORT = 50051
 
 def main() -> None:
     """Serves until a signal; exits with 0, or with 1 and one line on stderr, or 2 on bad flags."""
-    parser = _parser()
-    arguments = parser.parse_args()
+    arguments = _parser().parse_args()
     config = engine_config.from_arguments(arguments)
-    if not config.step_timeout_s > 0:
-        parser.error(f"--step-timeout-s: above 0, not {config.step_timeout_s}")
-    if config.max_queued_requests < 0:
-        parser.error(f"--max-queued-requests: at least 0, not {config.max_queued_requests}")
     configure_logging(arguments.log_level, process="engine")
     run_and_exit(PROG, lambda: _serve(config, server_config(arguments)))
 
@@ -59,7 +54,7 @@ def _find_model(config: EngineConfig) -> Model:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=PROG,
         description="Serves a model's engine over gRPC (millstream.v1.Engine): token ids in, token "
         "ids out. Stops on Ctrl-C or SIGTERM after a drain.",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import numbers
 from dataclasses import dataclass, field
 from typing import Any
+
+from millstream.rpc.flags import number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -13,7 +16,14 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def _flag(default: Any, help_text: str, **argument: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, **argument})
+    return field(default=default, metadata={"argument": {"help": help_text, **argument}})
+
+
+def _number(
+    default: float | None, low: float, high: float, help_text: str, *, kind: type = int
+) -> Any:
+    argument = {"help": help_text, "type": number(kind, low, high)}
+    return field(default=default, metadata={"argument": argument, "range": (kind, low, high)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,58 +44,85 @@ class EngineConfig:
     load_format: str = _flag(
         "auto", "dummy: random weights from config.json alone", choices=LOAD_FORMATS
     )
-    max_num_seqs: int | None = _flag(
+    max_num_seqs: int | None = _number(
         None,
+        1,
+        1 << 16,
         "most sequences in one step; default: 256, or 1024 on GPUs of 70 GiB and more",
-        type=int,
     )
-    max_num_batched_tokens: int | None = _flag(
-        None, "most tokens in one step; default: 8192 on CUDA, 2048 on CPU", type=int
+    max_num_batched_tokens: int | None = _number(
+        None, 1, 1 << 24, "most tokens in one step; default: 8192 on CUDA, 2048 on CPU"
     )
-    max_model_len: int | None = _flag(
+    max_model_len: int | None = _number(
         None,
+        2,
+        1 << 30,
         "most tokens of prompt and output together; default: "
         "the model's, shrunk to what the KV cache holds",
-        type=int,
     )
-    gpu_memory_utilization: float = _flag(
-        0.92, "share of the GPU's memory for weights, KV cache and workspaces", type=float
+    gpu_memory_utilization: float = _number(
+        0.92, 0.01, 1, "share of the GPU's memory for weights, KV cache and workspaces", kind=float
     )
-    kv_cache_bytes: int | None = _flag(
-        None, "size of the KV cache; default: from measured memory", type=int
+    kv_cache_bytes: int | None = _number(
+        None, 1, 1 << 50, "size of the KV cache; default: from measured memory"
     )
-    block_size: int | None = _flag(
-        None, "tokens per KV block; default: 64 on CUDA, 16 on CPU", type=int
+    block_size: int | None = _number(
+        None, 1, 1 << 16, "tokens per KV block; default: 64 on CUDA, 16 on CPU"
     )
     prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prompt prefixes")
     enforce_eager: bool = _flag(False, "no CUDA graphs")
-    tensor_parallel_size: int = _flag(1, "GPUs that share one model; only 1 so far", type=int)
-    threads: int | None = _flag(
-        None, "CPU threads for the model's arithmetic; default: one a core", type=int
+    tensor_parallel_size: int = _number(1, 1, 1024, "GPUs that share one model; only 1 so far")
+    threads: int | None = _number(
+        None, 1, 1024, "CPU threads for the model's arithmetic; default: one a core"
     )
-    max_queued_requests: int = _flag(
+    max_queued_requests: int = _number(
         16384,
+        0,
+        1 << 24,
         "requests that may wait before new ones are refused with RESOURCE_EXHAUSTED",
-        type=int,
     )
-    step_timeout_s: float = _flag(
+    step_timeout_s: float = _number(
         30.0,
+        0.001,
+        1e6,
         "health turns NOT_SERVING when a step takes longer than so "
         "many seconds and work is pending",
-        type=float,
+        kind=float,
     )
-    seed: int = _flag(0, "seed of dummy weights", type=int)
+    seed: int = _number(0, 0, (1 << 63) - 1, "seed of dummy weights")
     runner: str = _flag(
         "model",
         "model; or instant, which answers at once with made-up tokens "
         "(benchmarks); or module:function (tests)",
     )
 
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the first field with a bad value."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            wanted = None if value is None and item.default is None else _wanted(item, value)
+            if wanted is not None:
+                raise ValueError(f"{item.name}: {wanted}, not {value!r}")
+
+
+def _wanted(item: dataclasses.Field[Any], value: Any) -> str | None:
+    """What a field takes, if the value is not that."""
+    if "range" in item.metadata:
+        kind, low, high = item.metadata["range"]
+        base = numbers.Integral if kind is int else numbers.Real
+        if not isinstance(value, bool) and isinstance(value, base) and low <= value <= high:
+            return None
+        return f"a {'whole ' if kind is int else ''}number from {low} to {high}"
+    if (choices := item.metadata["argument"].get("choices")) is not None:
+        return None if value in choices else f"one of {', '.join(choices)}"
+    kind, wanted = (bool, "True or False") if isinstance(item.default, bool) else (str, "a string")
+    return None if isinstance(value, kind) else wanted
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each field of EngineConfig."""
     for item in dataclasses.fields(EngineConfig):
-        options = dict(item.metadata)
+        options = dict(item.metadata["argument"])
         name = "--" + item.name.replace("_", "-")
         if isinstance(item.default, bool):
             options["action"] = argparse.BooleanOptionalAction

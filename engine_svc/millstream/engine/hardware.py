@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from millstream.engine.config import DEVICES, DTYPES, EngineConfig
+from millstream.engine.config import DEVICES, EngineConfig
 from millstream.engine.model_config import ModelConfig
 
 _GIB = 1 << 30
@@ -65,8 +65,7 @@ def detect(device: str) -> Hardware:
 
 
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> ResolvedConfig:
-    """Every open setting, decided; pure. Raises LoadError for values out of range."""
-    _check(config)
+    """Every open setting, decided; pure. Raises LoadError for what the model cannot do."""
     on_gpu = hardware.device.type == "cuda"
     large = on_gpu and hardware.total_memory_bytes >= _LARGE_GPU_BYTES
     dtype = config.dtype
@@ -87,26 +86,6 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> Res
         block_size=config.block_size or (64 if on_gpu else 16),
         max_in_flight=2 if on_gpu else 1,
     )
-
-
-def _check(config: EngineConfig) -> None:
-    if config.dtype not in DTYPES:
-        raise LoadError(f"dtype: one of {', '.join(DTYPES)}, not {config.dtype!r}")
-    for name, least in (
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("max_model_len", 2),
-        ("block_size", 1),
-        ("kv_cache_bytes", 1),
-        ("threads", 1),
-    ):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise LoadError(f"{name}: at least {least}, not {value}")
-    if not 0 < config.gpu_memory_utilization <= 1:
-        raise LoadError(
-            f"gpu_memory_utilization: above 0 to 1, not {config.gpu_memory_utilization}"
-        )
 
 
 def num_kv_blocks(resolved: ResolvedConfig, *, kv_bytes: int, block_bytes: int) -> int:

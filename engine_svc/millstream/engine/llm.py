@@ -21,6 +21,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from millstream.engine.config import EngineConfig
+from millstream.engine.core import EngineCore
 from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import FinishedRecord, Stats
@@ -46,7 +47,7 @@ class LLM:
         """
         config = _config(None if model is None else str(model), options)
         self._model_dir = find_model(config)
-        self._core = load_core(config, self._model_dir)
+        self._loaded: EngineCore | None = load_core(config, self._model_dir)
         self._keys = itertools.count()
         self._outputs: dict[int, list[int]] = {}  # of requests that have not ended
         self._tokenizer: Any = None
@@ -119,8 +120,10 @@ class LLM:
         return self._core.stats()
 
     def close(self) -> None:
-        """Frees the model and the KV cache. Nothing may be called afterwards."""
-        self._core.close()
+        """Frees the model and the KV cache; idempotent. Nothing else may be called afterwards."""
+        core, self._loaded = self._loaded, None
+        if core is not None:
+            core.close()
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +137,12 @@ class LLM:
         self.close()
 
     # ---- inside
+
+    @property
+    def _core(self) -> EngineCore:
+        if self._loaded is None:
+            raise RuntimeError("the LLM is closed")
+        return self._loaded
 
     def _request(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Request:
         params = SamplingParams() if sampling_params is None else sampling_params

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import NoReturn
 
 from millstream.rpc.logs import LEVELS
 from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
 from millstream.rpc.server import ServerConfig
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install torch
 
 from millstream import hub
-from millstream.rpc.flags import HelpFormatter, add_server_arguments, server_config
+from millstream.rpc.flags import HelpFormatter, Parser, add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
 from millstream.rpc.process import run_and_exit
 from millstream.rpc.server import ServerConfig, StartError, run_service
@@ -62,7 +62,7 @@ def _load(config: TokenizerConfig) -> LoadedTokenizer:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=PROG,
         description="Serves a model's tokenizer over gRPC (millstream.v1.Tokenizer): texts and "
         "chats to token ids, token ids to text. Stops on Ctrl-C or SIGTERM after a drain.",
