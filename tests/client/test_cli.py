@@ -38,6 +38,26 @@ def test_generate_prints_the_text(targets: list[str], capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "a\n"
 
 
+def test_generate_says_when_there_is_no_text(
+    targets: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "x", "--stop", "x", *targets]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "\n"
+    assert "--chat" in shown.err
+
+
+def test_targets_come_from_the_environment() -> None:
+    command = [sys.executable, "-m", "millstream.client", "health"]
+    targets = {"MILLSTREAM_ENGINE": "127.0.0.1:1", "MILLSTREAM_TOKENIZER": "127.0.0.1:2"}
+    shown = subprocess.run(command, env=os.environ | targets, capture_output=True, text=True)
+    assert shown.returncode == 1
+    assert shown.stdout.splitlines() == [
+        "engine 127.0.0.1:1: unreachable",
+        "tokenizer 127.0.0.1:2: unreachable",
+    ]
+
+
 def test_generate_defaults_to_256_tokens(
     targets: list[str], threaded_services: FakeServices
 ) -> None:
@@ -86,12 +106,20 @@ def test_sampling_flags_arrive(targets: list[str], threaded_services: FakeServic
         (["generate", "\udcff", "--engine", "127.0.0.1:1"], 1, "surrogate"),
         (["chat", "--engine", "127.0.0.1:1", "--connect-timeout-s", "0.2"], 1, "127.0.0.1:1"),
         (["serve", "--engine-port", "70000"], 2, "--engine-port"),
+        (["generate", "x", "--connect-timeout-s", "nan"], 2, "--connect-timeout-s"),
+        (["generate", "x", "--engine", ""], 1, "engine: a gRPC target"),
+        (["health", "--engine", ""], 1, "engine: a gRPC target"),
         (["serve", "--dtype", "float8"], 2, "--dtype"),
+        (["serve", "--max-num-seqs", "0"], 2, "--max-num-seqs"),
+        (["serve", "--step-timeout-s", "0"], 2, "--step-timeout-s"),
+        (["demo", "--threads", "1000000"], 2, "--threads"),
         (["serve", "--model", "./no-such-folder"], 1, "no-such-folder"),
         (["demo", "--model", "./no-such-folder"], 1, "no-such-folder"),
         (["bench", "--num-requests", "0"], 2, "--num-requests"),
         (["bench", "--input-len", "9", "3"], 2, "--input-len"),
         (["bench", "--in-process", "--model", "./no-such-folder"], 1, "no-such-folder"),
+        (["bench", "--in-process", "--runner", "instant", "--json", "/no/file"], 1, "/no/file"),
+        (["bench", "--in-process", "--runner", "nonsense"], 1, "runner: "),
         (["import-gguf", "no-such.gguf", "out"], 1, "no-such.gguf"),
     ],
 )
@@ -109,6 +137,22 @@ def test_errors_are_one_line(
     assert said in lines[-1]
     assert "error: " in lines[-1]
     assert len([line for line in lines if not line.startswith("starting")]) == 1
+
+
+@pytest.mark.parametrize("command", ["generate -", "chat", "health"])
+def test_closed_standard_streams_are_empty_ones(targets: list[str], command: str) -> None:
+    """As cron jobs and containers have them."""
+    argv = " ".join([sys.executable, "-m", "millstream.client", command, *targets])
+    for closed in ("<&-", ">&- <&-", "2>&- <&-", "<&- >&- 2>&-"):
+        done = subprocess.run(
+            ["bash", "-c", f"{argv} {closed}"], capture_output=True, text=True, timeout=20
+        )
+        assert done.returncode == (1 if command == "generate -" else 0), closed
+        assert "Traceback" not in done.stderr
+        if closed == "<&-" and command == "generate -":
+            assert done.stderr == (
+                "millstream generate: error: prompt: at least one id, not an empty prompt\n"
+            )
 
 
 def test_a_refused_value_names_the_field(

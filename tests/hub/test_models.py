@@ -63,6 +63,26 @@ def ask(
     )
 
 
+def test_fetch_obtains_any_model_and_prints_its_folder(
+    hub: LoopbackHub, tiny: Path, tmp_path: Path
+) -> None:
+    def fetch(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "millstream.hub", "fetch", *flags]
+        environment = os.environ | hub.environment(tmp_path / "cache")
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    done = fetch("--model", "org/tiny")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.splitlines()[-1])
+    assert (folder / "config.json").read_bytes() == (tiny / "config.json").read_bytes()
+    assert fetch("--model", str(tiny)).stdout == f"{tiny}\n"
+    missing = fetch("--model", "org/none")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: ")
+    assert "has no such model" in missing.stderr
+    assert fetch("--model", str(tiny), "--verify").returncode == 1
+
+
 def test_an_id_is_downloaded_and_then_works_offline(
     hub: LoopbackHub, tiny: Path, tmp_path: Path
 ) -> None:

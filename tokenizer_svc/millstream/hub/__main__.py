@@ -12,7 +12,7 @@ from millstream.hub import commands
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m millstream.hub", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
-    fetch = subparsers.add_parser("fetch", help="obtain the default model and print its folder")
+    fetch = subparsers.add_parser("fetch", help="obtain a model and print its folder")
     commands.add_fetch_arguments(fetch)
     fetch.set_defaults(run=commands.run_fetch)
     import_gguf = subparsers.add_parser("import-gguf", help="convert a GGUF file")

@@ -12,18 +12,27 @@ from millstream.hub.progress import StderrProgress
 
 def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--model",
+        help="a Hugging Face id, or a model folder, which is only looked at; "
+        "default: the embedded model",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare every file with its checksum, and obtain the model again where one differs",
+        help="compare every file of the embedded model with its checksum, and obtain it again "
+        "where one differs",
     )
 
 
 def run_fetch(args: argparse.Namespace) -> int:
-    """Obtains the default model; its folder is the last line on stdout."""
+    """Obtains a model; its folder is the last line on stdout."""
     from millstream.hub.default_model import fetch_default
+    from millstream.hub.models import resolve
 
+    if args.verify and args.model is not None:
+        return _fail("--verify is for the embedded model alone")
     try:
-        folder = fetch_default(verify=args.verify)
+        folder = fetch_default(verify=True) if args.verify else resolve(args.model)
     except HubError as error:
         return _fail(error)
     sys.stdout.write(f"{folder}\n")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from millstream.client.launch import import_service
 from millstream.client.types import Output
+from millstream.rpc.flags import number
 from millstream.rpc.sampling_params import SamplingParams
 
-ENGINE = "localhost:50051"
-TOKENIZER = "localhost:50052"
+# Where the services are when no flag says so; a container's environment knows better.
+ENGINE = os.environ.get("MILLSTREAM_ENGINE") or "localhost:50051"
+TOKENIZER = os.environ.get("MILLSTREAM_TOKENIZER") or "localhost:50052"
 MAX_TOKENS = 256
 
 
@@ -63,7 +66,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", default=TOKENIZER, help=f"default: {TOKENIZER}")
     group.add_argument(
         "--connect-timeout-s",
-        type=float,
+        type=number(float, 0.01, 1e6),
         default=10.0,
         help="how long to wait until they serve; default: 10",
     )

@@ -37,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
             deltas = client.chat_stream(conversation, params, timeout_s=args.timeout_s)
         else:
             deltas = client.stream(prompt, params, timeout_s=args.timeout_s)
+        empty = True
         for delta in deltas:
             print(delta.text, end="", flush=True)
+            empty = empty and not delta.text
         print()
+        if empty and not args.chat:
+            print("(nothing to go on with; --chat asks the model)", file=sys.stderr)
     return 0

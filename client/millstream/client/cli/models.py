@@ -6,7 +6,7 @@ import argparse
 
 from millstream.client.launch import import_service
 
-FETCH_HELP = "obtain the default model and print its folder"
+FETCH_HELP = "obtain a model, by default the embedded one, and print its folder"
 IMPORT_GGUF_HELP = "convert a Llama-architecture GGUF file into a model folder"
 _COMMANDS = "millstream.hub.commands"
 
