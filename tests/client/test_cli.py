@@ -149,10 +149,8 @@ def test_closed_standard_streams_are_empty_ones(targets: list[str], command: str
         )
         assert done.returncode == (1 if command == "generate -" else 0), closed
         assert "Traceback" not in done.stderr
-        if closed == "<&-" and command == "generate -":
-            assert done.stderr == (
-                "millstream generate: error: prompt: at least one id, not an empty prompt\n"
-            )
+        if closed == "<&-":
+            assert ("error: prompt: " in done.stderr) == (command == "generate -")
 
 
 def test_a_refused_value_names_the_field(

@@ -10,13 +10,14 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millstream.client import SamplingParams, alaunch, launch
 from millstream.client.launch import engine_arguments
 from millstream.client.processes import LaunchError, ServiceProcesses
-from millstream.rpc.errors import EngineUnavailable
+from millstream.rpc.errors import EngineUnavailable, InvalidArgument
 
 FOUR = SamplingParams(max_tokens=4)
 
@@ -50,6 +51,21 @@ def test_two_launches_run_side_by_side() -> None:
         assert one.engine_target != other.engine_target
         for client in (one, other):
             assert client.generate([7], FOUR, detokenize=False).token_ids == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("field", "keywords"),
+    [
+        ("log_level", {"log_level": "loud"}),
+        ("timeout_s", {"timeout_s": float("nan")}),
+        ("timeout_s", {"timeout_s": 0}),
+        ("timeout_s", {"timeout_s": "1"}),
+        ("tokenizer", {"tokenizer": "no"}),
+    ],
+)
+def test_bad_keywords_are_named(field: str, keywords: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{field}: "), launch(runner="instant", **keywords):
+        raise AssertionError("it was launched")
 
 
 def test_keywords_are_flags_with_underscores() -> None:

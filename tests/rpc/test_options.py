@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millstream.rpc.health import Health
-from millstream.rpc.options import Options, channel_options, is_local, server_options
+from millstream.rpc.options import Options, address, channel_options, is_local, server_options
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,9 @@ async def test_row_23_a_second_server_cannot_have_the_port() -> None:
     with pytest.raises(RuntimeError):
         second.add_insecure_port(f"127.0.0.1:{port}")
     await first.stop(0)
+
+
+def test_addresses_are_targets() -> None:
+    assert address("127.0.0.1", 5) == "127.0.0.1:5"
+    assert address("::1", 5) == "[::1]:5"
+    assert is_local(address("::1", 5))

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# gRPC's own lines for what we report in one of ours. Read when grpc is imported.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 from millstream.client.cli import bench, chat, demo, generate, health, models, serve
 from millstream.client.processes import LaunchError
 from millstream.rpc.errors import MillstreamError
 from millstream.rpc.flags import Parser
+from millstream.rpc.process import open_standard_streams
 from millstream.rpc.version import millstream_version
 
 
@@ -40,6 +38,7 @@ _COMMANDS = {
 
 
 def main() -> None:
+    open_standard_streams()
     sys.exit(run(sys.argv[1:]))
 
 

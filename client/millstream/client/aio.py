@@ -48,9 +48,6 @@ class AsyncClient:
         """gRPC targets; None: not needed. `timeout_s`: how long to wait until they serve, before
         EngineUnavailable is raised. `observer` is called with each message of the engine. Raises
         InvalidArgument."""
-        for name, target in (("engine", engine), ("tokenizer", tokenizer)):
-            if target is not None and not check_text(name, target):
-                raise refusal(name, "a gRPC target such as localhost:50051", target)
         if not check_float("timeout_s", timeout_s) > 0:
             raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine

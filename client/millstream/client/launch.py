@@ -13,6 +13,8 @@ from millstream.client.aio import AsyncClient
 from millstream.client.client import Client
 from millstream.client.engine_stream import Observer
 from millstream.client.processes import LaunchError, ServiceProcesses
+from millstream.rpc.logs import LEVELS
+from millstream.rpc.values import check_bool, check_float, refusal
 
 _SERVER_FLAGS = {"drain_timeout_s": 5.0, "max_message_bytes": 0}  # both services have these
 _TOKENIZER_FLAGS = (*_SERVER_FLAGS, "served_model_name")
@@ -33,7 +35,7 @@ def launch(
     `model`: a folder or Hugging Face id; None: the embedded default model. `engine_flags`: flags of
     `millstream-engine` with underscores (max_num_seqs=64, prefix_caching=False). `log_level`: show
     the services' logs from that level on; None: show nothing. `timeout_s`: for the start. Raises
-    LaunchError with the service's own reason, TypeError for an unknown flag.
+    LaunchError with the service's own reason, TypeError for an unknown flag, InvalidArgument.
     """
     with ServiceProcesses() as processes:
         engine, text = _start(processes, model, tokenizer, log_level, timeout_s, engine_flags)
@@ -126,6 +128,11 @@ def _start(
     engine_flags: Mapping[str, Any],
 ) -> tuple[str, str | None]:
     """Returns the targets of the engine and the tokenizer."""
+    check_bool("tokenizer", tokenizer)
+    if log_level not in (None, *LEVELS):
+        raise refusal("log_level", f"one of {', '.join(LEVELS)}, or None", log_level)
+    if timeout_s is not None and not check_float("timeout_s", timeout_s) > 0:
+        raise refusal("timeout_s", "seconds above 0", timeout_s)
     arguments = engine_arguments({"model": model, **engine_flags})
     prefetch(model, engine_flags)
     common = ["--host", "127.0.0.1", "--port", "0", "--log-level", log_level or "warning"]

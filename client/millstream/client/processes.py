@@ -61,8 +61,8 @@ class ServiceProcess:
         code = self.process.wait(_STOP_GRACE_S)
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         verb = "did not start" if self.port is None else "stopped"
-        reason = self._last_error()
-        return LaunchError(f"the {self.name} {verb}: {reason or ended}")
+        reason = f"{ended} (its log says why)" if self._log is None else self._last_error() or ended
+        return LaunchError(f"the {self.name} {verb}: {reason}")
 
     def terminate(self) -> None:
         if self.process.poll() is None:
@@ -83,8 +83,7 @@ class ServiceProcess:
 
     def _last_error(self) -> str:
         """The service's own error line, or the last line that it wrote."""
-        if self._log is None:
-            return ""
+        assert self._log is not None
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
         lines = [line for line in lines if line]

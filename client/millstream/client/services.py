@@ -14,6 +14,7 @@ from millstream.client.connection import Connection
 from millstream.client.engine_stream import EngineStream, Observer
 from millstream.client.text import TextStream
 from millstream.rpc.errors import EngineUnavailable, FingerprintMismatch, MillstreamError
+from millstream.rpc.values import check_text, refusal
 from millstream.v1 import engine_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 _ENGINE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
@@ -31,7 +32,11 @@ class Services:
         timeout_s: float,
         observer: Observer | None = None,
     ) -> None:
-        """Targets, None for a service that is not needed; `timeout_s`: how long to wait for one."""
+        """Targets, None for a service that is not needed; `timeout_s`: how long to wait for one.
+        Raises InvalidArgument."""
+        for name, target in (("engine", engine), ("tokenizer", tokenizer)):
+            if target is not None and not check_text(name, target):
+                raise refusal(name, "a gRPC target such as localhost:50051", target)
         self.engine: Connection | None = None
         self.tokenizer: Connection | None = None
         if engine is not None:

@@ -15,7 +15,7 @@ from millstream.engine.load import find_model
 from millstream.engine.service import EngineService, Model
 from millstream.rpc.flags import HelpFormatter, Parser, add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
-from millstream.rpc.process import run_and_exit
+from millstream.rpc.process import open_standard_streams, run_and_exit
 from millstream.rpc.server import ServerConfig, StartError, run_service
 
 PROG = "millstream-engine"
@@ -24,6 +24,7 @@ DEFAULT_PORT = 50051
 
 def main() -> None:
     """Serves until a signal; exits with 0, or with 1 and one line on stderr, or 2 on bad flags."""
+    open_standard_streams()
     arguments = _parser().parse_args()
     config = engine_config.from_arguments(arguments)
     configure_logging(arguments.log_level, process="engine")

@@ -43,6 +43,11 @@ def channel_options(target: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BY
     return options
 
 
+def address(host: str, port: int) -> str:
+    """`host:port`, as gRPC takes it: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_local(target: str) -> bool:
     """Whether a gRPC target is this machine's own: unix sockets and loopback addresses."""
     if target.startswith(("unix:", "unix-abstract:")):

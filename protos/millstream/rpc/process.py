@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from millstream.rpc.server import StartError
+
+
+def open_standard_streams() -> None:
+    """What the parent closed of stdin, stdout and stderr becomes /dev/null: Python has None there,
+    and the next file or socket would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def run_and_exit(prog: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:

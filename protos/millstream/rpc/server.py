@@ -17,7 +17,7 @@ import grpc
 
 from millstream.rpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
 from millstream.rpc.health import Health
-from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
+from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, address, server_options
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ async def run_service(service: Service, config: ServerConfig) -> int:
             return 0
         loading.result()
         health.set_serving(True)
-        logger.info("serving on %s:%d after %.1f s", config.host, port, time.monotonic() - started)
+        listening = address(config.host, port)
+        logger.info("serving on %s after %.1f s", listening, time.monotonic() - started)
         _announce(config.control_fd, port)
         failing = asyncio.create_task(service.failed())
         if await _first(failing, stop_requested.wait()) is failing:
@@ -130,15 +131,13 @@ def _register_and_bind(
     service.register(server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     enable_reflection((*service.names, HEALTH_SERVICE_NAME), server)
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    wanted = address(config.host, config.port)
     try:
-        port = server.add_insecure_port(f"{host}:{config.port}")
+        port = server.add_insecure_port(wanted)
     except RuntimeError:
         port = 0
     if port == 0:
-        raise StartError(
-            f"cannot listen on {host}:{config.port}: the port is taken or the host is not ours"
-        )
+        raise StartError(f"cannot listen on {wanted}: the port is taken or the host is not ours")
     return int(port)
 
 

@@ -16,7 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to instal
 from millstream import hub
 from millstream.rpc.flags import HelpFormatter, Parser, add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
-from millstream.rpc.process import run_and_exit
+from millstream.rpc.process import open_standard_streams, run_and_exit
 from millstream.rpc.server import ServerConfig, StartError, run_service
 from millstream.tokenizer import config as tokenizer_config
 from millstream.tokenizer.codec import Codec, TokenizerLoadError
@@ -29,6 +29,7 @@ DEFAULT_PORT = 50052
 
 def main() -> None:
     """Serves until a signal; exits with 0, or with 1 and one line on stderr, or 2 on bad flags."""
+    open_standard_streams()
     arguments = _parser().parse_args()
     # transformers imports torch where it is installed: a second and 200 MB for nothing.
     sys.modules["torch"] = None  # type: ignore[assignment]

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         output_len=args.output_len,
         temperature=args.temperature,
     )
+    if args.json is not None:
+        args.json.touch()  # what cannot be written is told before the work
     measure = bench.run_in_process if args.in_process else bench.run_through_grpc
     results = measure(model, options, workload, args.runs)
     for number, result in enumerate(results, 1):

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     targets = {"engine": args.engine, "tokenizer": args.tokenizer}
-    if not any(targets.values()):
+    if args.engine is None and args.tokenizer is None:
         targets = {"engine": flags.ENGINE, "tokenizer": flags.TOKENIZER}
     return asyncio.run(_watch(targets) if args.watch else _check(targets))
 

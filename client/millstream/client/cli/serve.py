@@ -11,7 +11,9 @@ from types import FrameType
 from millstream.client.cli import flags
 from millstream.client.launch import engine_arguments, prefetch, tokenizer_arguments
 from millstream.client.processes import ServiceProcesses
+from millstream.rpc.flags import number
 from millstream.rpc.logs import LEVELS, configure_logging
+from millstream.rpc.options import address
 
 HELP = "run both services in the foreground until Ctrl-C or SIGTERM"
 
@@ -24,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default in (("engine", 50051), ("tokenizer", 50052)):
         group.add_argument(
             f"--{name}-port",
-            type=_port,
+            type=number(int, 0, 65535),
             default=default,
             metavar="PORT",
             help=f"0: any free one; default: {default}",
@@ -52,20 +54,11 @@ def run(args: argparse.Namespace) -> int:
             quiet=False,
         )
         processes.wait_serving()
-        logger.info("engine on %s:%d", args.host, engine.port)
-        logger.info("tokenizer on %s:%d", args.host, tokenizer.port)
+        for child in (engine, tokenizer):
+            assert child.port is not None
+            logger.info("%s on %s", child.name, address(args.host, child.port))
         processes.wait_failure()
     return 0
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"from 0 to 65535, not {text}")
-    return port
-
-
-_port.__name__ = "port"
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
