@@ -4,17 +4,17 @@ TORCH_PIP_ARGS ?=
 PYTHON ?= python3
 PROMPT ?= What is the capital of France?
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test check proto bench clean
+.PHONY: setup demo test check proto bench up compose-test clean
 
 setup: .venv/.stamp
 
 .venv/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) --upgrade pip
-	$(PIP) -c constraints.txt $(TORCH_PIP_ARGS) torch
-	$(PIP) -c constraints.txt -e ".[tokenizer,engine,dev]"
+	$(PIP) install --upgrade pip
+	$(PIP) install -c constraints.txt $(TORCH_PIP_ARGS) torch
+	$(PIP) install -c constraints.txt -e ".[tokenizer,engine,dev]"
 	touch $@
 
 demo: setup
@@ -35,6 +35,20 @@ proto: setup
 
 bench: setup
 	$(BIN)/python -m tests.bench
+
+# The image's torch: the one that pip finds here, for the image's Python.
+wheelhouse/.stamp: constraints.txt | .venv/.stamp
+	rm -f wheelhouse/torch-*.whl
+	$(PIP) download --no-deps --only-binary=:all: --python-version 3.11 -d wheelhouse \
+	    -c constraints.txt $(TORCH_PIP_ARGS) torch
+	touch $@
+
+up: wheelhouse/.stamp
+	TORCH_PIP_ARGS= docker compose up --build
+
+# Needs Docker; `deploy/tools/docker_engine.sh start` gets it on a bare Debian.
+compose-test: wheelhouse/.stamp
+	TORCH_PIP_ARGS= $(BIN)/python -m pytest -m docker -v tests/compose
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

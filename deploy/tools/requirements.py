@@ -1,7 +1,7 @@
 """Prints what an image installs before the source: `requirements.py PYPROJECT EXTRA`.
 
-The lines are the project's dependencies and those of an extra ("client" has none), without torch and
-triton: an image takes torch from where its site has it, and a CUDA build brings its triton along.
+The lines are the project's dependencies and those of an extra ("client" has none), without torch
+and triton: an image takes torch from where its site has it, and a CUDA build brings its triton.
 """
 
 from __future__ import annotations

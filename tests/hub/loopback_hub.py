@@ -35,11 +35,13 @@ class LoopbackHub:
 
 
 @contextmanager
-def serve(repos: dict[str, Path], gated: set[str] | None = None) -> Iterator[LoopbackHub]:
+def serve(
+    repos: dict[str, Path], gated: set[str] | None = None, host: str = "127.0.0.1"
+) -> Iterator[LoopbackHub]:
     hub = LoopbackHub(repos=repos, gated=gated or set())
     handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    server = ThreadingHTTPServer((host, 0), handler)
+    hub.url = f"http://{host}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
