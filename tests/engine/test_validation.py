@@ -303,3 +303,9 @@ def test_long_prompts_are_checked_quickly() -> None:
     started = time.perf_counter()
     to_request(message, key=1, info=info, random_seed=0)
     assert time.perf_counter() - started < 0.25  # about 10 ms
+
+
+@pytest.mark.parametrize("field", ["request_id", "cache_salt"])
+def test_names_are_bounded(field: str) -> None:
+    assert getattr(request(submission={field: "x" * 1024}), field) == "x" * 1024
+    refused(InvalidArgument, field, submission={field: "x" * 1025})

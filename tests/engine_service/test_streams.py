@@ -8,7 +8,12 @@ import tracemalloc
 
 import pytest
 
-from millstream.engine.streams import MAX_ENDED_UNSENT, MAX_TOKENS_PER_MESSAGE, Stream
+from millstream.engine.streams import (
+    MAX_ACCEPTED_PER_MESSAGE,
+    MAX_ENDED_UNSENT,
+    MAX_TOKENS_PER_MESSAGE,
+    Stream,
+)
 from millstream.rpc.errors import EngineFault, EngineUnavailable
 from millstream.v1 import engine_pb2
 
@@ -88,6 +93,19 @@ async def test_an_end_without_tokens() -> None:
     message = await take(stream)
     assert not message.HasField("output")
     assert [end.handle for end in message.finished] == [1]
+
+
+async def test_many_accepted_requests_take_several_messages_and_precede_their_tokens() -> None:
+    stream = Stream(1)
+    handles = list(range(2 * MAX_ACCEPTED_PER_MESSAGE + 1))
+    for handle in handles:
+        accept(stream, handle)
+    stream.add_step(handles, handles, finished(*handles))
+    messages = [await take(stream) for _ in range(3)]
+    assert [len(message.accepted) for message in messages] == [1024, 1024, 1]
+    assert [len(message.output.handles) for message in messages] == [0, 0, len(handles)]
+    assert [len(message.finished) for message in messages] == [0, 0, len(handles)]
+    assert await nothing_comes(stream)
 
 
 async def test_a_handle_is_in_use_until_its_end_is_taken() -> None:

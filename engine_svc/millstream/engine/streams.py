@@ -20,6 +20,8 @@ from millstream.v1 import engine_pb2
 
 # A merged message stops growing here: well below gRPC's default limit of 4 MiB.
 MAX_TOKENS_PER_MESSAGE = 1 << 16
+# That limit holds also for so many accepted requests with the most stop ids that there may be.
+MAX_ACCEPTED_PER_MESSAGE = 1024
 # While more finished and refused requests than this wait to be sent, no submissions are read.
 MAX_ENDED_UNSENT = 4096
 
@@ -171,8 +173,14 @@ class Stream:
             await self._room.wait()
 
     def _take(self) -> engine_pb2.GenerateResponse:
-        """One message: all that was accepted and refused, then the oldest waiting tokens."""
-        accepted, self._accepted = self._accepted, []
+        """One message: what was accepted and refused, then the oldest waiting tokens. Those wait
+        while one message does not hold all that was accepted: no tokens precede their request."""
+        accepted, self._accepted = (
+            self._accepted[:MAX_ACCEPTED_PER_MESSAGE],
+            self._accepted[MAX_ACCEPTED_PER_MESSAGE:],
+        )
+        if self._accepted:
+            return engine_pb2.GenerateResponse(accepted=accepted)
         rejected, self._rejected = self._rejected, []
         self._refused_unsent.clear()
         if self._waiting:

@@ -18,6 +18,7 @@ from millstream.v1 import engine_pb2
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024  # bounds what a slot of the runner holds
+MAX_NAME_LENGTH = 1024  # of request_id and cache_salt, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ def to_request(
         raise _unsupported("priority", "only 0 so far")
     if submission.HasField("timeout_ms") and submission.timeout_ms == 0:
         raise _invalid("timeout_ms", "at least 1", 0)
+    for field in ("request_id", "cache_salt"):
+        length = len(getattr(submission, field))
+        if length > MAX_NAME_LENGTH:
+            raise _invalid(field, f"at most {MAX_NAME_LENGTH} characters", length)
     token_ids = list(submission.token_ids)
     _check_prompt(token_ids, info)
     numbers = _check_numbers(submission.sampling)

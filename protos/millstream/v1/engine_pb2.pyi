@@ -106,13 +106,13 @@ class Submission(_message.Message):
     handle: _builtins.int
     """The client's name for this request, unique among the stream's live requests."""
     request_id: _builtins.str
-    """A name for logs and traces; the engine makes one up when it is empty."""
+    """A name for logs and traces; the engine makes one up when it is empty. At most 1024 characters."""
     timeout_ms: _builtins.int
     """Ends the request with FINISH_REASON_DEADLINE after so many milliseconds, queueing included.
     Must be positive when set.
     """
     cache_salt: _builtins.str
-    """Prefix-cache blocks are shared only between requests with equal salts."""
+    """Prefix-cache blocks are shared only between requests with equal salts. At most 1024 characters."""
     priority: _builtins.int
     """Smaller is served first. Not supported yet: UNIMPLEMENTED unless 0."""
     @_builtins.property
@@ -250,7 +250,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the request, besides the model's EOS ids."""
+        """Token ids that end the request, besides the model's EOS ids; at most 1024."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
