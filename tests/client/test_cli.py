@@ -120,6 +120,7 @@ def test_sampling_flags_arrive(targets: list[str], threaded_services: FakeServic
         (["bench", "--in-process", "--model", "./no-such-folder"], 1, "no-such-folder"),
         (["bench", "--in-process", "--runner", "instant", "--json", "/no/file"], 1, "/no/file"),
         (["bench", "--in-process", "--runner", "nonsense"], 1, "runner: "),
+        (["bench", "--in-process", "--load-format", "dummy", "--model", "./no"], 1, "./no"),
         (["import-gguf", "no-such.gguf", "out"], 1, "no-such.gguf"),
     ],
 )

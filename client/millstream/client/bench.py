@@ -53,10 +53,10 @@ def run_in_process(
     requests = workload.draw()
     results = []
     prefetch(model, options)
-    engine = import_service("millstream.engine")
+    engine, hub = import_service("millstream.engine"), import_service("millstream.hub")
     try:
         llm = engine.LLM(model, **options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, hub.HubError) as error:
         raise LaunchError(str(error)) from error
     with llm:
         for run in range(runs):

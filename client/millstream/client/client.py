@@ -22,6 +22,8 @@ from millstream.rpc.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
+_LAST_TASKS_S = 1.0
+
 
 class Client:
     """A client of one engine and one tokenizer service, for any number of threads.
@@ -170,7 +172,11 @@ class Client:
 
     async def _close(self) -> None:
         await self._client.close()
+        # gRPC's own tasks hear of their calls' ends; an event that finds the loop closed is an
+        # error on stderr.
         others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=_LAST_TASKS_S)
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)

@@ -172,6 +172,7 @@ def _size(file: Path) -> int:
 def _last_error(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    errors = [line for line in errors if line != "Exception:"]  # the head of a traceback
     return (errors or lines or ["it said nothing"])[-1]
 
 
