@@ -313,7 +313,7 @@ class DetokenizeOpen(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the text at their earliest start; not empty."""
+        """Strings that end the text at their earliest start; not empty, 4096 characters together at most."""
 
     def __init__(
         self,
