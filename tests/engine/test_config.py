@@ -8,7 +8,7 @@ import pytest
 
 from millstream.engine import LLM
 from millstream.engine.config import EngineConfig, add_arguments, from_arguments
-from millstream.rpc.flags import Parser
+from millstream.rpc.parsing import Parser
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from millstream.client.cli import bench, chat, demo, generate, health, models, serve
 from millstream.client.processes import LaunchError
 from millstream.rpc.errors import MillstreamError
-from millstream.rpc.flags import Parser
+from millstream.rpc.parsing import Parser
 from millstream.rpc.process import open_standard_streams
 from millstream.rpc.version import millstream_version
 

@@ -13,8 +13,9 @@ from millstream.engine import config as engine_config
 from millstream.engine.config import EngineConfig
 from millstream.engine.load import find_model
 from millstream.engine.service import EngineService, Model
-from millstream.rpc.flags import HelpFormatter, Parser, add_server_arguments, server_config
+from millstream.rpc.flags import add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
+from millstream.rpc.parsing import HelpFormatter, Parser
 from millstream.rpc.process import open_standard_streams, run_and_exit
 from millstream.rpc.server import ServerConfig, StartError, run_service
 

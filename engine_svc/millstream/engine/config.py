@@ -8,7 +8,7 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
-from millstream.rpc.flags import number
+from millstream.rpc.parsing import number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")

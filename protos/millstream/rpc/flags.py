@@ -1,42 +1,13 @@
-"""The flags that every service has, and how their values are checked and shown."""
+"""The flags that every service has."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NoReturn
 
 from millstream.rpc.logs import LEVELS
 from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
+from millstream.rpc.parsing import number
 from millstream.rpc.server import ServerConfig
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default, unless the text tells what happens without the flag."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        unset = action.default is None or "default:" in (action.help or "")
-        return action.help if unset else super()._get_help_string(action)
-
-
-def number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
-    """A flag's type: a number from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"from {low} to {high}, not {text}")
-        return value
-
-    parse.__name__ = "number"  # argparse names it when `kind` refuses the text
-    return parse
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, *, default_port: int) -> None:

@@ -14,8 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install torch
 
 from millstream import hub
-from millstream.rpc.flags import HelpFormatter, Parser, add_server_arguments, server_config
+from millstream.rpc.flags import add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
+from millstream.rpc.parsing import HelpFormatter, Parser
 from millstream.rpc.process import open_standard_streams, run_and_exit
 from millstream.rpc.server import ServerConfig, StartError, run_service
 from millstream.tokenizer import config as tokenizer_config

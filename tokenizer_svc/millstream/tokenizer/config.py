@@ -7,7 +7,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from millstream.rpc.flags import number
+from millstream.rpc.parsing import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

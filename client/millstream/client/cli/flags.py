@@ -10,7 +10,7 @@ from typing import Any
 
 from millstream.client.launch import import_service
 from millstream.client.types import Output
-from millstream.rpc.flags import number
+from millstream.rpc.parsing import number
 from millstream.rpc.sampling_params import SamplingParams
 
 # Where the services are when no flag says so; a container's environment knows better.

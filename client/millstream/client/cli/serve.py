@@ -11,9 +11,9 @@ from types import FrameType
 from millstream.client.cli import flags
 from millstream.client.launch import engine_arguments, prefetch, tokenizer_arguments
 from millstream.client.processes import ServiceProcesses
-from millstream.rpc.flags import number
 from millstream.rpc.logs import LEVELS, configure_logging
 from millstream.rpc.options import address
+from millstream.rpc.parsing import number
 
 HELP = "run both services in the foreground until Ctrl-C or SIGTERM"
 
