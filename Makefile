@@ -48,7 +48,7 @@ up: wheelhouse/.stamp
 
 # Needs Docker; `deploy/tools/docker_engine.sh start` gets it on a bare Debian.
 compose-test: wheelhouse/.stamp
-	TORCH_PIP_ARGS= $(BIN)/python -m pytest -m docker -v tests/compose
+	TORCH_PIP_ARGS= $(BIN)/python -m pytest -m docker -s --durations=5 tests/compose
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -184,14 +184,14 @@ class TestUp:
             ask("touch /tmp/x && ! touch /x && ! touch /opt/millstream/x && ! touch /models/x")
 
     def test_a_service_that_dies_is_restarted_and_the_other_survives(self, stack: Stack) -> None:
-        child = "$(cat /proc/1/task/1/children)"
-        core = f"$(cat /proc/{child.strip()}/task/*/children)"
+        find = "read service rest < /proc/1/task/1/children"
         before = stack.state("tokenizer")
-        stack.compose("exec", "-T", "engine", "sh", "-c", f"kill -9 {core}")
+        kill_core = f"{find}; kill -9 $(cat /proc/$service/task/*/children)"
+        stack.compose("exec", "-T", "engine", "sh", "-c", kill_core)
         stack.wait_healthy("engine", restarts=1)
         assert stack.state("tokenizer") == before
         before = stack.state("engine")
-        stack.compose("exec", "-T", "tokenizer", "sh", "-c", f"kill -9 {child}")
+        stack.compose("exec", "-T", "tokenizer", "sh", "-c", f"{find}; kill -9 $service")
         stack.wait_healthy("tokenizer", restarts=1)
         assert stack.state("engine") == before
         with stack.client() as client:
@@ -219,8 +219,7 @@ def test_a_second_up_fetches_nothing(stack: Stack) -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder that the containers' user can read."""
     root = tmp_path_factory.mktemp("a model")
-    for folder in (root, root.parent):
-        folder.chmod(0o755)
+    root.chmod(0o755)
     import_gguf(write_gguf(root / "tiny.gguf", tiny_llama()), root / "my-tiny")
     return root / "my-tiny"
 
@@ -233,6 +232,7 @@ def test_model_dir_serves_a_folder(stack: Stack, tiny: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_told_at_once(stack: Stack, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
     with pytest.raises(AssertionError, match="didn't complete successfully"):
         stack.compose(*_UP, MODEL_DIR=str(tmp_path))
     assert "is no model" in stack.compose("logs", "model")
