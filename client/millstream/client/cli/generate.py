@@ -43,5 +43,5 @@ def run(args: argparse.Namespace) -> int:
             empty = empty and not delta.text
         print()
         if empty and not args.chat:
-            print("(the model adds nothing to this prompt; --chat puts it as a question)", file=sys.stderr)
+            print("(the model adds no text; --chat puts the prompt as a question)", file=sys.stderr)
     return 0
