@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from millstream.kernels import pdl
+from millstream.kernels.pdl import launch_dependents, wait
+
 MAX_HIDDEN = 32768  # a row must fit one program's registers
 _ELEMENTS_PER_WARP = 512  # 16 per thread: two 16-byte loads in 16 bits
 
@@ -27,16 +30,19 @@ def _add_rms_norm_kernel(
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    launch_dependents(PDL)
     # 64-bit, since row * stride passes 2^31 at 262,144 tokens of 8192.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     dtype = out_ptr.dtype.element_ty
 
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    wait(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
 
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
     tl.store(residual_ptr + row * residual_stride + column, total, mask=inside)
@@ -73,6 +79,7 @@ def add_rms_norm(
             HIDDEN=hidden,
             BLOCK=block,
             num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), 16),
+            **pdl.options(x.device),
         )
     return out
 
