@@ -29,3 +29,17 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    swiglu: bool = False,
+) -> torch.Tensor:
+    """x W^T [M, N], summed in float64 and rounded to x's dtype; then + residual, or silu_mul."""
+    product = (x.double() @ weight.double().T).to(x.dtype)
+    if swiglu:
+        return silu_mul(product)
+    return product if residual is None else product + residual
