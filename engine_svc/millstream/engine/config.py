@@ -9,6 +9,7 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "triton", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -58,6 +59,12 @@ class EngineConfig:
         None, "tokens per KV block; default: 64 on CUDA, 16 on CPU", type=int
     )
     prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prompt prefixes")
+    attention_backend: str = _flag(
+        "auto",
+        "what computes attention, norms and sampling; auto: triton on CUDA where the "
+        "model's shape has kernels, torch elsewhere",
+        choices=ATTENTION_BACKENDS,
+    )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     tensor_parallel_size: int = _flag(1, "GPUs that share one model; only 1 so far", type=int)
     threads: int | None = _flag(

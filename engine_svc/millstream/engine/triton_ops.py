@@ -1,0 +1,162 @@
+"""TritonOps: what layers compute besides matrix products, in millstream.kernels, on NVIDIA GPUs.
+
+Nothing here waits for the device, and a step of decodes alone reads no length on the host: a CUDA
+graph of one batch size serves any lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from millstream.engine.attention import KVCache
+from millstream.engine.batch import ForwardBatch
+from millstream.engine.model_config import ModelConfig
+from millstream.engine.ops import SlotSampling
+from millstream.engine.rope import RotaryEmbedding
+from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
+from millstream.kernels.paged_decode import PagedDecode, supports
+from millstream.kernels.paged_prefill import paged_prefill
+from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
+from millstream.kernels.sample import sample
+from millstream.kernels.silu_mul import silu_mul
+
+
+def unsupported(config: ModelConfig, block_size: int) -> str:
+    """Why there are no kernels for a model; "" if there are."""
+    if supports(config.num_heads, config.num_kv_heads, config.head_dim, block_size):
+        return ""
+    return (
+        f"no kernels for {config.num_heads} heads on {config.num_kv_heads} of {config.head_dim} "
+        f"and blocks of {block_size}"
+    )
+
+
+class TritonOps:
+    """An ops.Ops with a decode kernel, workspaces included, for each of some batch sizes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        batch_sizes: Sequence[int],
+        block_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """batch_sizes: ascending; a batch is served by the next larger one."""
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._batch_sizes = batch_sizes
+        self._block_size, self._max_model_len = block_size, max_model_len
+        self._dtype, self._device = dtype, device
+        self._decodes: dict[int, PagedDecode] = {}
+
+    def begin_step(
+        self, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
+    ) -> TritonStepOps:
+        return TritonStepOps(self, batch, kv_cache, rope)
+
+    def sampler(
+        self, logits: Tensor, positions: Tensor, slots: Tensor, table: SlotSampling
+    ) -> Tensor:
+        return sample(logits, slots, positions, table.temperatures, table.seeds)
+
+    def decode_for(self, num_sequences: int) -> PagedDecode:
+        size = next(size for size in self._batch_sizes if size >= num_sequences)
+        decode = self._decodes.get(size)
+        if decode is None:
+            decode = self._decodes[size] = PagedDecode(
+                size,
+                self.num_heads,
+                self.num_kv_heads,
+                self._head_dim,
+                self._block_size,
+                self._max_model_len,
+                self._device,
+                dtype=self._dtype,
+            )
+        return decode
+
+
+class TritonStepOps:
+    """An ops.StepOps. Chunks and decodes of a step are attended to by a kernel each."""
+
+    def __init__(
+        self, ops: TritonOps, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
+    ) -> None:
+        self._ops = ops
+        self._batch = batch
+        self._caches = kv_cache.layers
+        table, self._rows = rope.angles(batch)
+        self._cos, self._sin = table.chunk(2, dim=-1)
+        num_sequences = len(batch.slots)
+        self._num_chunks = num_sequences - batch.num_decodes
+        self._num_chunk_tokens = len(batch.token_ids) - batch.num_decodes
+        self._max_query_len = max(batch.query_lens[: self._num_chunks], default=0)
+        self._max_context = max(batch.contexts[: self._num_chunks], default=0)
+        self._decode: PagedDecode | None = None
+        if batch.num_decodes:
+            self._decode = ops.decode_for(batch.num_decodes)
+            self._decode.begin_step(
+                batch.block_tables,
+                batch.slots[self._num_chunks :],
+                batch.context_lens[self._num_chunks :],
+            )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return cast(Tensor, rms_norm(x, weight, eps))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return cast(Tensor, add_rms_norm(x, residual, weight, eps))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return cast(Tensor, silu_mul(gate_up))
+
+    def attend(
+        self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        keys, values = self._caches[layer]
+        q_norm, k_norm = norms or (None, None)
+        query = qk_norm_rope_store(
+            qkv,
+            q_norm,
+            k_norm,
+            eps,
+            self._cos,
+            self._sin,
+            self._rows,
+            self._batch.kv_indices,
+            keys,
+            values,
+            num_heads=self._ops.num_heads,
+            num_kv_heads=self._ops.num_kv_heads,
+        )
+        if self._decode is None:
+            attended = self._prefill(query, keys, values)
+        elif not self._num_chunks:
+            attended = self._decode(query, keys, values)
+        else:
+            attended = torch.empty_like(query)
+            chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
+            attended[chunks] = self._prefill(query[chunks], keys, values)
+            self._decode(query[decodes], keys, values, attended[decodes])
+        return attended.view(len(qkv), -1)
+
+    def _prefill(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        batch, num_chunks = self._batch, self._num_chunks
+        return paged_prefill(
+            query,
+            keys,
+            values,
+            batch.block_tables,
+            batch.slots[:num_chunks],
+            batch.query_starts[: num_chunks + 1],
+            batch.context_lens[:num_chunks],
+            max_query_len=self._max_query_len,
+            max_context=self._max_context,
+        )
