@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from millstream.kernels import reference
+from millstream.kernels.gemv import Norm
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import _MEASURED, Config, Gemv, Tile, choose, fits
 
@@ -70,6 +71,37 @@ def test_equals_the_oracle(
     workspace = Workspace.create(torch.device(device))
     workspace.partials.fill_(float("nan"))
     check(*tensors(rows, 64, 384, device, dtype), config, epilogue, workspace)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("depth", [128, 384, 640])
+def test_one_row_with_its_norm(device: str, depth: int, epilogue: str) -> None:
+    x, weight, residual = tensors(1, 64, depth, device, torch.float16)
+    norm = Norm(weight=(1 + weight[0]).contiguous(), eps=1e-6)
+    workspace = Workspace.create(torch.device(device))
+    normed = reference.rms_norm(x * 3, norm.weight, norm.eps)
+    added = residual if epilogue == "residual" else None
+    swiglu = epilogue == "swiglu"
+    config = Gemv(block_n=4, block_k=128)
+    got = linear(x * 3, weight, config, workspace, residual=added, swiglu=swiglu, norm=norm)
+    expected = reference.linear(normed, weight, added, swiglu=swiglu)
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "depth"), [(4096, 1024), (6144, 1024), (7168, 5120)], ids=str)
+def test_a_norm_at_the_size_of_real_models(device: str, size: int, depth: int) -> None:
+    if device == "cpu":
+        pytest.skip("too much for the interpreter")
+    x, weight, _ = tensors(1, size, depth, device)
+    norm = Norm(weight=torch.randn(depth, device=device).bfloat16(), eps=1e-6)
+    config, workspace = choose(1, size, depth), Workspace.create(torch.device(device))
+    assert config is not None
+    for swiglu in (False, True):
+        got = linear(x, weight, config, workspace, swiglu=swiglu, norm=norm).double()
+        normed = reference.rms_norm(x, norm.weight, norm.eps)
+        expected = reference.linear(normed, weight, swiglu=swiglu).double()
+        assert (got - expected).norm() / expected.norm() < 0.003
 
 
 def test_rows_that_lie_apart(device: str) -> None:
@@ -165,6 +197,7 @@ def test_bad_inputs_are_refused(device: str) -> None:
     x, weight, residual = tensors(16, 64, 256, device)
     workspace = Workspace.create(torch.device(device))
     config = Tile(block_m=16, block_n=32, block_k=64, split_k=2)
+    short = Norm(weight=weight[0, :9], eps=1e-6)
     cases = [
         ((x[0], weight, config), {}, "not \\[M, K\\]"),
         ((x[:0], weight, config), {}, "not \\[M, K\\]"),
@@ -177,6 +210,8 @@ def test_bad_inputs_are_refused(device: str) -> None:
         ((x, weight, config), {"residual": residual[:4]}, "residual"),
         ((x, weight, config), {"residual": residual, "swiglu": True}, "residual"),
         ((x, weight, config), {"residual": residual.float()}, "residual"),
+        ((x, weight, config), {"norm": Norm(weight=weight[0], eps=1e-6)}, "one row"),
+        ((x[:1], weight, Gemv(block_n=4, block_k=64)), {"norm": short}, "norm"),
     ]
     for arguments, options, says in cases:
         with pytest.raises(ValueError, match=says):

@@ -4,8 +4,9 @@ Decoding is bound by reading weights, and cuBLAS is far from that limit for matr
 megabytes. With dependent launch (pdl.py) the first weights are on their way while the kernel before
 still runs. A row alone is a matrix-vector product without tensor cores; more rows are padded tiles,
 some with K split over programs, the last of which to arrive adds the parts up in their order.
-An epilogue adds the residual, or turns gate and up into SwiGLU's output. Which configuration for
-which shape, and where cuBLAS is better: linear_configs.py. Oracle and rounding: reference.linear.
+An epilogue adds the residual, or turns gate and up into SwiGLU's output; for one row, RMSNorm can
+be part of it too. Which configuration for which shape, and where cuBLAS is better:
+linear_configs.py. Oracle and rounding: reference.linear.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.gemv import PLAIN, RESIDUAL, SWIGLU, Norm, gemv, swiglu_of, weight_rows
 from millstream.kernels.linear_configs import Config, Gemv, fits
 from millstream.kernels.pdl import launch_dependents, wait
 
 _PARTIAL_ELEMENTS = 1 << 20
 _COUNTERS = 1 << 12
-# The epilogues.
-_PLAIN, _RESIDUAL, _SWIGLU = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,71 +39,6 @@ class Workspace:
             partials=torch.empty(_PARTIAL_ELEMENTS, device=device),
             counters=torch.zeros(_COUNTERS, dtype=torch.int32, device=device),
         )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight_rows(n: tl.tensor, N: tl.constexpr, EPILOGUE: tl.constexpr) -> tl.tensor:
-    """The weight's rows that make columns n: gate and up of an output side by side for SwiGLU."""
-    return n // 2 + n % 2 * (N // 2) if EPILOGUE == 2 else n
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _swiglu(pairs: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """silu(gate) * up of [..., 2], rounding to dtype where separate kernels would."""
-    gate, up = tl.split(pairs.to(dtype).to(tl.float32))
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return (activated * up).to(dtype)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gemv_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """BLOCK_N outputs of one row of x; up to four chunks of their weights go to registers early."""
-    launch_dependents(PDL)
-    CHUNKS: tl.constexpr = K // BLOCK_K
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    weights = weight_ptr + _weight_rows(n, N, EPILOGUE)[:, None] * K + k[None, :]
-    weight_0 = tl.load(weights)
-    if CHUNKS > 1:
-        weight_1 = tl.load(weights + BLOCK_K)
-    if CHUNKS > 2:
-        weight_2 = tl.load(weights + 2 * BLOCK_K)
-    if CHUNKS > 3:
-        weight_3 = tl.load(weights + 3 * BLOCK_K)
-    wait(PDL)
-    products = weight_0.to(tl.float32) * tl.load(x_ptr + k).to(tl.float32)[None, :]
-    if CHUNKS > 1:
-        products += weight_1.to(tl.float32) * tl.load(x_ptr + BLOCK_K + k).to(tl.float32)[None, :]
-    if CHUNKS > 2:
-        x = tl.load(x_ptr + 2 * BLOCK_K + k).to(tl.float32)
-        products += weight_2.to(tl.float32) * x[None, :]
-    if CHUNKS > 3:
-        x = tl.load(x_ptr + 3 * BLOCK_K + k).to(tl.float32)
-        products += weight_3.to(tl.float32) * x[None, :]
-    for start in range(4 * BLOCK_K, K, BLOCK_K):
-        x = tl.load(x_ptr + start + k).to(tl.float32)
-        products += tl.load(weights + start).to(tl.float32) * x[None, :]
-    sums = tl.sum(products, axis=1)
-    if EPILOGUE == 2:
-        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(out_ptr + column, _swiglu(tl.reshape(sums, (BLOCK_N // 2, 2)), dtype))
-    else:
-        out = sums.to(dtype)
-        if EPILOGUE == 1:
-            out = (out.to(tl.float32) + tl.load(residual_ptr + n).to(tl.float32)).to(dtype)
-        tl.store(out_ptr + n, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -125,7 +60,7 @@ def _store_tile(
     inside = (m < num_rows)[:, None]
     if EPILOGUE == 2:
         n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out = _swiglu(tl.reshape(sums, (BLOCK_M, BLOCK_N // 2, 2)), dtype)
+        out = swiglu_of(tl.reshape(sums, (BLOCK_M, BLOCK_N // 2, 2)), dtype)
     else:
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         out = sums.to(dtype)
@@ -176,7 +111,7 @@ def _tile_kernel(
     part = tl.program_id(0) // tiles_m // (N // BLOCK_N)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = part * PART + tl.arange(0, BLOCK_K)
-    weights = weight_ptr + _weight_rows(n, N, EPILOGUE)[:, None] * K + k[None, :]
+    weights = weight_ptr + weight_rows(n, N, EPILOGUE)[:, None] * K + k[None, :]
     m = tl.minimum(tile_m * BLOCK_M + tl.arange(0, BLOCK_M), num_rows - 1)
     xs = x_ptr + m[:, None] * x_stride + k[None, :]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -236,32 +171,25 @@ def linear(
     *,
     residual: torch.Tensor | None = None,
     swiglu: bool = False,
+    norm: Norm | None = None,
 ) -> torch.Tensor:
     """x W^T [M, N] as a new tensor; + residual [M, N], or SwiGLU's output [M, N / 2].
+
+    norm: RMSNorm(x) is what W multiplies, for one row (a Gemv) only; it saves a launch where a row
+    is one chunk, and costs registers where it is many.
 
     x: [M, K]; weight: [N, K], contiguous; bfloat16 or float16, all of one dtype, rows of unit
     stride. For SwiGLU the weight's first half is gate, the second up. config: of
     linear_configs.choose. Raises ValueError if the shapes are not the configuration's.
     """
-    _check(x, weight, config, residual, swiglu)
+    _check(x, weight, config, residual, swiglu, norm)
     num_rows, (size, depth) = x.shape[0], weight.shape
-    epilogue = _SWIGLU if swiglu else _PLAIN if residual is None else _RESIDUAL
+    epilogue = SWIGLU if swiglu else PLAIN if residual is None else RESIDUAL
     columns = size // 2 if swiglu else size
     out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
     shape = {"N": size, "K": depth, "EPILOGUE": epilogue}
-    options = pdl.options(x.device)
     if isinstance(config, Gemv):
-        _gemv_kernel[(size // config.block_n,)](
-            x,
-            weight,
-            residual,
-            out,
-            **shape,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-            **options,
-        )
+        gemv(x, weight, out, config, epilogue, residual, norm)
         return out
     tiles = triton.cdiv(num_rows, config.block_m) * (size // config.block_n)
     if config.split_k > 1:
@@ -287,7 +215,7 @@ def linear(
         STAGES=config.stages,
         LATE=config.late,
         num_warps=config.num_warps,
-        **options,
+        **pdl.options(x.device),
     )
     return out
 
@@ -298,6 +226,7 @@ def _check(
     config: Config,
     residual: torch.Tensor | None,
     swiglu: bool,
+    norm: Norm | None,
 ) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.shape[0]:
         raise ValueError(f"x, weight: {tuple(x.shape)}, {tuple(weight.shape)}, not [M, K], [N, K]")
@@ -307,6 +236,13 @@ def _check(
         raise ValueError(f"dtypes: {x.dtype}, {weight.dtype}")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("x must have unit stride along K, and weight be contiguous")
+    if norm is not None:
+        if not isinstance(config, Gemv):
+            raise ValueError("a norm is fused for one row only")
+        if norm.weight.shape != weight.shape[1:] or norm.weight.dtype != x.dtype:
+            raise ValueError(f"norm: {norm.weight.dtype} of {tuple(norm.weight.shape)}")
+        if not norm.weight.is_contiguous():
+            raise ValueError("the norm's weight must be contiguous")
     if residual is not None:
         if swiglu or residual.shape != (x.shape[0], weight.shape[0]):
             raise ValueError("a residual is [M, N], and not for SwiGLU")
