@@ -36,12 +36,13 @@ class PrefillConfig:
     key_tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def choose_config(max_query_len: int, dtype: torch.dtype) -> PrefillConfig:
     """The configuration for chunks of up to max_query_len (measured: tests/bench/attention.py)."""
     if dtype.itemsize > 2:
-        return PrefillConfig(query_tile=32, key_tile=32, num_warps=4, num_stages=2)
+        return PrefillConfig(query_tile=32, key_tile=32, num_warps=8, num_stages=2)
     if max_query_len <= _SHORT_QUERIES:
         return PrefillConfig(query_tile=64, key_tile=64, num_warps=4, num_stages=3)
     return PrefillConfig(query_tile=128, key_tile=64, num_warps=8, num_stages=3)
@@ -235,6 +236,7 @@ def paged_prefill(
     if not num_sequences or not num_tokens:
         return out
     config = config or choose_config(min(max_query_len, num_tokens), query.dtype)
+    options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     _paged_prefill_kernel[(num_heads, num_tokens // config.query_tile + num_sequences)](
         query,
         key_cache,
@@ -257,6 +259,7 @@ def paged_prefill(
         SEQUENCES_BLOCK=max(_MIN_SEQUENCES_BLOCK, triton.next_power_of_2(num_sequences)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **options,
         **pdl.options(query.device),
     )
     return out
