@@ -166,9 +166,7 @@ def step(scheduler: Scheduler, table: SlotTable) -> tuple[BatchLayout, SamplingR
     assert plan is not None
     layout = table.apply(plan)
     rows = table.sampling_rows(layout)
-    assert table.samples_plainly(layout) == (
-        rows.top_k_rows is None and rows.top_p_rows is None and rows.min_p is rows.ban is None
-    )
+    assert table.has_bans(layout) == (rows.ban is not None)
     count = len(layout.sample_slots)
     table.advance(table.batch(layout), layout.sample_slots, torch.full((count,), 5))
     table.note_advance(layout)

@@ -49,14 +49,14 @@ def run(
 class FakeGraph:
     """Computes when it is replayed."""
 
-    def __init__(self, decode: Decode, slots: torch.Tensor) -> None:
-        decode(slots)  # as when a graph is recorded
-        self.decode, self.slots = decode, slots
+    def __init__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> None:
+        decode(slots, filtered)  # as when a graph is recorded
+        self.decode, self.slots, self.filtered = decode, slots, filtered
         self.token_ids = torch.empty(0)
         self.replays = 0
 
     def replay(self) -> None:
-        self.token_ids = self.decode(self.slots)
+        self.token_ids = self.decode(self.slots, self.filtered)
         self.replays += 1
 
 
@@ -132,7 +132,7 @@ def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:
     with torch.inference_mode():
         runner._kv_cache.data.fill_(float("nan"))
     assert run(runner, prompts, sampling) == expected
-    assert [*graphs._graphs] == [4]
+    assert [*graphs._graphs] == [(4, False)]
     written = runner._kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
     per_block = written.all(0).all(0).view(-1, 16).sum(1).tolist()
     assert written.any(0).any(0).sum() == sum(per_block), "a token has both key and value"

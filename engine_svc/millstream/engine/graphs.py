@@ -17,8 +17,9 @@ import torch
 
 from millstream.engine.slots import BatchLayout
 
-# Computes a decode step of slots [n]; returns the sampled ids [n]. Reads nothing on the host but n.
-Decode = Callable[[torch.Tensor], torch.Tensor]
+# Computes a decode step of slots [n], some of which may have filters; returns the sampled ids [n].
+# Reads nothing on the host but n.
+Decode = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 class Graph(Protocol):
@@ -32,7 +33,7 @@ class Graph(Protocol):
 
 
 # Records a decode step, without an effect on slots other than the padding slot.
-Record = Callable[[Decode, torch.Tensor], Graph]
+Record = Callable[[Decode, torch.Tensor, bool], Graph]
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -57,7 +58,7 @@ class DecodeGraphs:
         self._record = record
         self._sizes = sizes
         self._padding_slot = padding_slot
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}  # by size, with filters or not
         self._slots = torch.full((sizes[-1],), padding_slot, device=device)
         self._layout: BatchLayout | None = None  # whose slots are in the buffer
 
@@ -68,13 +69,13 @@ class DecodeGraphs:
         first = (self._sizes[-1], self._sizes[0])
         for size in (*first, *reversed(self._sizes[1:-1])):
             if size in first or time.monotonic() < deadline:
-                self._graph(size)
+                self._graph(size, False)
 
     def __call__(self, layout: BatchLayout) -> torch.Tensor:
         """Runs a step of decodes alone; the sampled ids [n], which the next call overwrites."""
         slots = layout.slots
         size = self._sizes[bisect.bisect_left(self._sizes, len(slots))]
-        graph = self._graph(size)
+        graph = self._graph(size, layout.host.has_filters)
         if layout is not self._layout:
             self._slots[: len(slots)].copy_(slots)
             self._slots[len(slots) : size].fill_(self._padding_slot)
@@ -82,13 +83,14 @@ class DecodeGraphs:
         graph.replay()
         return graph.token_ids[: len(slots)]
 
-    def _graph(self, size: int) -> Graph:
-        graph = self._graphs.get(size)
+    def _graph(self, size: int, filtered: bool) -> Graph:
+        graph = self._graphs.get((size, filtered))
         if graph is None:
             # Recording begins with a step that counts: none of a sequence's.
             self._slots.fill_(self._padding_slot)
             self._layout = None
-            graph = self._graphs[size] = self._record(self._decode, self._slots[:size])
+            graph = self._record(self._decode, self._slots[:size], filtered)
+            self._graphs[size, filtered] = graph
         return graph
 
 
@@ -98,13 +100,15 @@ class CudaGraphRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, decode: Decode, slots: torch.Tensor) -> Graph:
-        decode(slots)  # kernels are compiled, libraries get their workspaces: not while recording
+    def __call__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> Graph:
+        decode(
+            slots, filtered
+        )  # kernels are compiled, libraries get their workspaces: not while recording
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            token_ids = decode(slots)
+            token_ids = decode(slots, filtered)
         finally:
             graph.capture_end()
         return _CudaGraph(graph, token_ids)

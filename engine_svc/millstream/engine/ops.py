@@ -1,4 +1,4 @@
-"""The seam between models and what computes for them: everything but matrix products.
+"""The seam between models and what computes for them.
 
 Two implementations: TorchOps (torch_ops.py), for CPUs and as oracle, and TritonOps (triton_ops.py),
 for NVIDIA GPUs. Which one a runner uses is settled once, by hardware.resolve.
@@ -13,34 +13,43 @@ from torch import Tensor
 
 from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
+from millstream.engine.layers import Linear, RMSNorm
 from millstream.engine.rope import RotaryEmbedding
 
 
 class StepOps(Protocol):
-    """What the layers of one step call."""
+    """What the layers of one step call; n tokens.
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension of [n, hidden], rounded where transformers rounds."""
+    The residual stream [n, hidden] is handed on with what is still to be added to it, or None: the
+    addition is part of the operation before (add_linear) or of the one after (add_norm).
+    """
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds x to the residual stream [n, hidden] in place; returns RMSNorm of the sum."""
+    def linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """A projection of [n, in_features]: [n, out_features]."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[n, 2 * size], gates before ups, to silu(gate) * up [n, size]."""
+    def add_linear(
+        self, x: Tensor, layer: Linear, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """A projection that is to be added to the residual stream: what is still to be added,
+        and the stream."""
 
-    def attend(
-        self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
-    ) -> Tensor:
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Adds x, if there is one, to the residual stream in place; returns RMSNorm of the stream,
+        rounded where transformers rounds."""
+
+    def swiglu(self, x: Tensor, layer: Linear) -> Tensor:
+        """silu(gate) * up [n, size] of a projection [n, 2 * size], gates before ups."""
+
+    def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
         """Attention of a layer for all tokens of the step, over the paged cache.
 
-        Norms the heads of query and key (where there are weights for it), rotates them, stores key
+        Norms the heads of query and key (where there are norms for it), rotates them, stores key
         and value in the cache, attends.
 
         Args:
-            qkv: [T, (Hq + 2 * Hkv) * D]: a token's query heads, then its key and value heads.
-            norms: the weights [D] of the norms of query and key, or None; eps is theirs.
+            qkv: [n, (Hq + 2 * Hkv) * D]: a token's query heads, then its key and value heads.
         Returns:
-            [T, Hq * D].
+            [n, Hq * D].
         """
 
 
@@ -52,18 +61,25 @@ class Ops(Protocol):
 
     @property
     def sampler(self) -> SlotSampler | None:
-        """Samples rows without filters or bans; None: sampling.sample does them, too."""
+        """Samples rows that have no bans; None: sampling.sample does these, too."""
 
 
 class SlotSampler(Protocol):
     def __call__(
-        self, logits: Tensor, positions: Tensor, slots: Tensor, table: SlotSampling
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        table: SlotSampling,
+        *,
+        filtered: bool,
     ) -> Tensor:
         """One token id [R] int64 for each row of logits [R, V], as sampling.sample would.
 
         Args:
             positions: [R] int64, the index of the token to sample in prompt + output.
             slots: [R] int64, entries of `table`.
+            filtered: some of the rows may have top-k, top-p or min-p.
         """
 
 
@@ -73,3 +89,6 @@ class SlotSampling:
 
     temperatures: Tensor  # [slots] float32; 0: greedy
     seeds: Tensor  # [slots] int64: the bits of an unsigned seed
+    top_k: Tensor  # [slots] int64; 0: off
+    top_p: Tensor  # [slots] float32; 1: off
+    min_p: Tensor  # [slots] float32; 0: off

@@ -127,27 +127,35 @@ class ModelRunner:
 
         Returns the sampled token ids [R] int64, on the device.
         """
-        slots, sampler = self._slots, self._ops.sampler
-        plainly = sampler is not None and slots.samples_plainly(layout)
-        if self._graphs is not None and plainly and not layout.host.plan.chunks:
+        slots = self._slots
+        sampler = None if slots.has_bans(layout) else self._ops.sampler
+        if self._graphs is not None and sampler is not None and not layout.host.plan.chunks:
             return self._graphs(layout)
         batch = slots.batch(layout)
         logits = self._model(batch, self._kv_cache)
         positions = batch.positions[layout.sample_rows] + 1
-        if sampler is not None and plainly:
-            token_ids = sampler(logits, positions, layout.sample_slots, slots.sampling)
+        if sampler is not None:
+            token_ids = sampler(
+                logits,
+                positions,
+                layout.sample_slots,
+                slots.sampling,
+                filtered=layout.host.has_filters,
+            )
         else:
             token_ids = sample(logits.float(), positions, slots.sampling_rows(layout))
         slots.advance(batch, layout.sample_slots, token_ids)
         return token_ids
 
-    def _decode(self, slots: torch.Tensor) -> torch.Tensor:
-        """The step that a CUDA graph records: `slots` [n] decode, sampled without filters."""
+    def _decode(self, slots: torch.Tensor, filtered: bool) -> torch.Tensor:
+        """The step that a CUDA graph records: `slots` [n] decode, sampled with filters or not."""
         table = self._slots
         batch = table.decode_batch(slots)
         logits = self._model(batch, self._kv_cache)
         assert self._ops.sampler is not None
-        token_ids = self._ops.sampler(logits, batch.positions + 1, slots, table.sampling)
+        token_ids = self._ops.sampler(
+            logits, batch.positions + 1, slots, table.sampling, filtered=filtered
+        )
         table.advance(batch, slots, token_ids)
         table.reset_padding()
         return token_ids

@@ -95,7 +95,11 @@ class SlotTable:
         self._decode_rows = torch.arange(num_slots + 1, device=device)
         self._decode_starts = self._decode_rows.int()
         self.sampling = SlotSampling(
-            temperatures=self._floats[_TEMPERATURE], seeds=self._ints[_SEED]
+            temperatures=self._floats[_TEMPERATURE],
+            seeds=self._ints[_SEED],
+            top_k=self._ints[_TOP_K],
+            top_p=self._floats[_TOP_P],
+            min_p=self._floats[_MIN_P],
         )
         self._steady: BatchLayout | None = None
         self._rows: tuple[BatchLayout, SamplingRows] | None = None  # those made last
@@ -267,16 +271,16 @@ class SlotTable:
 
     # ---- sampling parameters; both are asked before note_advance()
 
-    def samples_plainly(self, layout: BatchLayout) -> bool:
-        """Whether `sampling` says it all: no row has a filter or, any more, a ban."""
-        return not layout.host.has_filters and not self._ban_rows(layout.host).size
+    def has_bans(self, layout: BatchLayout) -> bool:
+        """Whether some row must not sample all ids yet; if not, `sampling` says all of the rows."""
+        return self._ban_rows(layout.host).size > 0
 
     def sampling_rows(self, layout: BatchLayout) -> SamplingRows:
         """How the rows sample; uploaded once, then kept while the batch stays."""
         if self._rows is None or self._rows[0] is not layout:
             self._rows = layout, self._make_sampling_rows(layout)
         rows = self._rows[1]
-        if rows.ban is not None and not self._ban_rows(layout.host).size:
+        if rows.ban is not None and not self.has_bans(layout):
             rows = replace(rows, ban=None)
             self._rows = layout, rows
         return rows

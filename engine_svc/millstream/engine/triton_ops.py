@@ -1,4 +1,4 @@
-"""TritonOps: what layers compute besides matrix products, in millstream.kernels, on NVIDIA GPUs.
+"""TritonOps: what layers compute, in millstream.kernels and cuBLAS, on NVIDIA GPUs.
 
 Nothing here waits for the device, and a step of decodes alone reads no length on the host: a CUDA
 graph of one batch size serves any lengths.
@@ -14,14 +14,18 @@ from torch import Tensor
 
 from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
+from millstream.engine.layers import Linear, RMSNorm
 from millstream.engine.model_config import ModelConfig
 from millstream.engine.ops import SlotSampling
 from millstream.engine.rope import RotaryEmbedding
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
+from millstream.kernels.linear import Workspace, linear
+from millstream.kernels.linear_configs import Config, choose
 from millstream.kernels.paged_decode import PagedDecode, supports
 from millstream.kernels.paged_prefill import paged_prefill
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 from millstream.kernels.sample import sample
+from millstream.kernels.sample_filters import thresholds
 from millstream.kernels.silu_mul import silu_mul
 
 
@@ -55,6 +59,7 @@ class TritonOps:
         self._block_size, self._max_model_len = block_size, max_model_len
         self._dtype, self._device = dtype, device
         self._decodes: dict[int, PagedDecode] = {}
+        self.workspace = Workspace.create(device)
 
     def begin_step(
         self, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
@@ -62,9 +67,20 @@ class TritonOps:
         return TritonStepOps(self, batch, kv_cache, rope)
 
     def sampler(
-        self, logits: Tensor, positions: Tensor, slots: Tensor, table: SlotSampling
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        table: SlotSampling,
+        *,
+        filtered: bool,
     ) -> Tensor:
-        return sample(logits, slots, positions, table.temperatures, table.seeds)
+        least = None
+        if filtered:
+            least = thresholds(
+                logits, slots, table.temperatures, table.top_k, table.top_p, table.min_p
+            )
+        return sample(logits, slots, positions, table.temperatures, table.seeds, thresholds=least)
 
     def decode_for(self, num_sequences: int) -> PagedDecode:
         size = next(size for size in self._batch_sizes if size >= num_sequences)
@@ -108,25 +124,45 @@ class TritonStepOps:
                 batch.context_lens[self._num_chunks :],
             )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return cast(Tensor, rms_norm(x, weight, eps))
+    def linear(self, x: Tensor, layer: Linear) -> Tensor:
+        config = self._kernel_for(x, layer)
+        if config is None:
+            return cast(Tensor, layer(x))
+        return linear(x, layer.weight, config, self._ops.workspace)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return cast(Tensor, add_rms_norm(x, residual, weight, eps))
+    def add_linear(
+        self, x: Tensor, layer: Linear, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        config = self._kernel_for(x, layer)
+        if config is None:
+            return layer(x), residual
+        return None, linear(x, layer.weight, config, self._ops.workspace, residual=residual)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return cast(Tensor, silu_mul(gate_up))
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
+        if x is None:
+            return cast(Tensor, rms_norm(residual, norm.weight, norm.eps))
+        return cast(Tensor, add_rms_norm(x, residual, norm.weight, norm.eps))
 
-    def attend(
-        self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
-    ) -> Tensor:
+    def swiglu(self, x: Tensor, layer: Linear) -> Tensor:
+        config = self._kernel_for(x, layer)
+        if config is None:
+            return cast(Tensor, silu_mul(layer(x)))
+        return linear(x, layer.weight, config, self._ops.workspace, swiglu=True)
+
+    def _kernel_for(self, x: Tensor, layer: Linear) -> Config | None:
+        """The configuration of a kernel for few rows; None: cuBLAS."""
+        if layer.bias is not None or x.dtype is torch.float32 or not len(x):
+            return None
+        return choose(len(x), *layer.weight.shape)
+
+    def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
         keys, values = self._caches[layer]
         q_norm, k_norm = norms or (None, None)
         query = qk_norm_rope_store(
             qkv,
-            q_norm,
-            k_norm,
-            eps,
+            q_norm.weight if q_norm else None,
+            k_norm.weight if k_norm else None,
+            q_norm.eps if q_norm else 0.0,
             self._cos,
             self._sin,
             self._rows,

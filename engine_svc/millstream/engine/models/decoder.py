@@ -3,8 +3,8 @@
 token ids -> embedding -> layers -> norm -> LM head -> logits
 layer:  x + attention(norm(x)), then x + MLP(norm(x))
 
-Layers hand on two tensors: the residual stream, and what the layer before adds to it, so that an
-addition and the norm after it are one operation.
+Layers hand on two tensors: what is still to be added to the residual stream, and the stream; ops
+add where it costs least, in the projection before or in the norm after.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.model_config import ModelConfig
-from millstream.engine.models.layers import (
+from millstream.engine.layers import (
     Embedding,
     FusedLinear,
     Layer,
@@ -25,8 +24,12 @@ from millstream.engine.models.layers import (
     ParameterPart,
     RMSNorm,
 )
+from millstream.engine.model_config import ModelConfig
 from millstream.engine.ops import Ops, StepOps
 from millstream.engine.rope import RotaryEmbedding
+
+# What is still to be added to the residual stream (None: nothing), and the stream itself.
+_Stream = tuple[Tensor | None, Tensor]
 
 
 class DecoderModel(nn.Module):
@@ -50,8 +53,7 @@ class DecoderModel(nn.Module):
         """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype; fills
         the KV cache."""
         ops = self.ops.begin_step(batch, kv_cache, self.rope)
-        logits: Tensor = self.lm_head(self.model(batch, ops))
-        return logits
+        return ops.linear(self.model(batch, ops), self.lm_head)
 
     def checkpoint_parts(self) -> Iterator[tuple[str, ParameterPart]]:
         """Every tensor that a checkpoint must hold: its name, and where it goes."""
@@ -83,11 +85,11 @@ class Decoder(nn.Module):
         residual: Tensor = self.embed_tokens(batch.token_ids)
         x = None
         for layer in self.layers:
-            x = layer(x, residual, ops)
-        assert x is not None, "a model has layers"
-        if len(batch.sample_rows) < len(x):  # else they are all rows, in their order
-            x, residual = (each.index_select(0, batch.sample_rows) for each in (x, residual))
-        return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)
+            x, residual = layer(x, residual, ops)
+        if len(batch.sample_rows) < len(residual):  # else they are all rows, in their order
+            residual = residual.index_select(0, batch.sample_rows)
+            x = None if x is None else x.index_select(0, batch.sample_rows)
+        return ops.add_norm(x, residual, self.norm)
 
 
 class DecoderLayer(nn.Module):
@@ -98,18 +100,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor | None, residual: Tensor, ops: StepOps) -> Tensor:
-        """Adds x, None for the first layer, to the residual stream in place, and the attention's
-        output; returns the MLP's, which the next layer adds."""
-        before, after = self.input_layernorm, self.post_attention_layernorm
-        if x is None:
-            x = ops.rms_norm(residual, before.weight, before.eps)
-        else:
-            x = ops.add_rms_norm(x, residual, before.weight, before.eps)
-        x = self.self_attn(x, ops)
-        x = ops.add_rms_norm(x, residual, after.weight, after.eps)
-        output: Tensor = self.mlp(x, ops)
-        return output
+    def forward(self, x: Tensor | None, residual: Tensor, ops: StepOps) -> _Stream:
+        x = ops.add_norm(x, residual, self.input_layernorm)
+        x, residual = self.self_attn(x, residual, ops)
+        x = ops.add_norm(x, residual, self.post_attention_layernorm)
+        stream: _Stream = self.mlp(x, residual, ops)
+        return stream
 
 
 class Attention(nn.Module):
@@ -124,16 +120,15 @@ class Attention(nn.Module):
             bias=config.attention_bias,
         )
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.attention_bias)
-        self.eps = config.rms_norm_eps
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, x: Tensor, ops: StepOps) -> Tensor:
-        norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else None
-        output: Tensor = self.o_proj(ops.attend(self.index, self.qkv_proj(x), norms, self.eps))
-        return output
+    def forward(self, x: Tensor, residual: Tensor, ops: StepOps) -> _Stream:
+        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
+        attended = ops.attend(self.index, ops.linear(x, self.qkv_proj), norms)
+        return ops.add_linear(attended, self.o_proj, residual)
 
 
 class MLP(nn.Module):
@@ -145,6 +140,5 @@ class MLP(nn.Module):
         )
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, ops: StepOps) -> Tensor:
-        output: Tensor = self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
-        return output
+    def forward(self, x: Tensor, residual: Tensor, ops: StepOps) -> _Stream:
+        return ops.add_linear(ops.swiglu(x, self.gate_up_proj), self.down_proj, residual)
