@@ -21,6 +21,7 @@ from millstream.kernels.pdl import launch_dependents, wait
 BLOCK = 2048
 _NUM_WARPS = 4
 _MAX_BLOCKS = 4096
+_MAX_ROWS = 65535  # of a grid's second axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +247,8 @@ def _check(
 ) -> None:
     if logits.dim() != 2 or not 0 < logits.shape[1] <= BLOCK * _MAX_BLOCKS:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, not [R, V]")
+    if logits.shape[0] > _MAX_ROWS:
+        raise ValueError(f"{logits.shape[0]} rows of logits, more than {_MAX_ROWS}")
     if not logits.is_floating_point() or logits.dtype == torch.float64 or logits.stride(1) != 1:
         raise ValueError(f"logits: {logits.dtype} with strides {logits.stride()}")
     rows = (logits.shape[0],)
