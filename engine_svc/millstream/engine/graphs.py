@@ -101,9 +101,7 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> Graph:
-        decode(
-            slots, filtered
-        )  # kernels are compiled, libraries get their workspaces: not while recording
+        decode(slots, filtered)  # compiles kernels, gives libraries their workspaces
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

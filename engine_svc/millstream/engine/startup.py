@@ -93,7 +93,7 @@ def load_model(
 
 def warm_up_plan(resolved: ResolvedConfig, num_tokens: int) -> Plan:
     """A step of `num_tokens` tokens of as many sequences as there can be, all in scratch block 0:
-    chunks as long as can be, then decodes; sampling with every filter."""
+    chunks as long as can be, then decodes; sampling with every filter and bans."""
     num_seqs = min(resolved.max_num_seqs, num_tokens)
     longest = resolved.max_model_len - 1
     spare = num_tokens - num_seqs  # tokens beyond one for each sequence
@@ -107,8 +107,8 @@ def warm_up_plan(resolved: ResolvedConfig, num_tokens: int) -> Plan:
         SlotStart(
             slot=slot,
             sampling=sampling,
-            min_position=0,
-            banned_token_ids=(),
+            min_position=resolved.max_model_len,
+            banned_token_ids=(0,),
             num_computed_tokens=0,
             block_ids=(0,) * -(-longest // resolved.block_size) if slot < len(chunks) else (0,),
         )
