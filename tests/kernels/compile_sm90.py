@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+from tests.kernels.attention_jobs import attention_jobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -54,6 +55,7 @@ def jobs() -> Iterator[Job]:
     swiglu = {"SIZE": 3072, "BLOCK": silu_mul._BLOCK, "num_warps": silu_mul._NUM_WARPS}
     yield silu_mul._silu_mul_kernel, (BF16, BF16, 6144, 3072), swiglu
     yield from samplers()
+    yield from attention_jobs()
     for (size, depth), configs in _MEASURED.items():
         for rows, config in configs:
             yield linear_job(rows, size, depth, config)

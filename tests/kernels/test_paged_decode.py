@@ -279,7 +279,9 @@ def test_the_order_of_items_does_not_change_the_result() -> None:
     query = torch.randn(160, 16, 128, device="cuda", dtype=torch.bfloat16)
     results = []
     for longest_first in (False, True):
-        config = replace(choose_config(160, 2, 128, torch.bfloat16), longest_first=longest_first)
+        config = replace(
+            choose_config(160, 16, 8, 128, torch.bfloat16), longest_first=longest_first
+        )
         decode = PagedDecode(160, 16, 8, 128, 64, 1024, torch.device("cuda"), config=config)
         decode.begin_step(paged.block_tables, paged.slots, paged.context_lens)
         results.append(decode(query, paged.key_cache, paged.value_cache))

@@ -33,6 +33,7 @@ from millstream.kernels.work_list import (
 MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+_FEW_SEQUENCES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +50,17 @@ class DecodeConfig:
     longest_first: bool = True
 
 
-def choose_config(batch: int, group: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+def choose_config(
+    batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> DecodeConfig:
     """The configuration for up to `batch` sequences (measured: tests/bench/attention.py)."""
+    # A few sequences are cut into as many items as run at once: more would only cost combining.
+    items = 2 if batch <= _FEW_SEQUENCES else 4
     if dtype.itemsize > 2:
         return DecodeConfig(
             tile=32, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False
         )
-    if group <= 2 and head_dim == 128:
+    if head_dim == 128 and num_heads <= 2 * num_kv_heads:
         return DecodeConfig(
             tile=64,
             num_warps=4,
@@ -63,8 +68,17 @@ def choose_config(batch: int, group: int, head_dim: int, dtype: torch.dtype) -> 
             tokens_are_rows=True,
             tail_apart=False,
             max_registers=128,
+            items_per_multiprocessor=items,
         )
-    return DecodeConfig(tile=64, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False)
+    return DecodeConfig(
+        tile=64,
+        num_warps=4,
+        num_stages=2 if head_dim == 128 else 3,
+        tokens_are_rows=False,
+        tail_apart=False,
+        max_registers=128 if head_dim == 128 else 168,
+        items_per_multiprocessor=items,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -317,8 +331,7 @@ class PagedDecode:
                 f"no decode kernel for {num_heads} heads on {num_kv_heads}, head_dim {head_dim}, "
                 f"blocks of {block_size}"
             )
-        group = num_heads // num_kv_heads
-        self.config = config or choose_config(max_batch, group, head_dim, dtype)
+        self.config = config or choose_config(max_batch, num_heads, num_kv_heads, head_dim, dtype)
         self.work = WorkList(
             max_batch=max_batch,
             num_kv_heads=num_kv_heads,
@@ -399,7 +412,7 @@ class PagedDecode:
             TOKENS_ARE_ROWS=config.tokens_are_rows,
             TAIL_APART=config.tail_apart,
             COMBINE_HEADS=combine_heads,
-            COMBINE_PARTS=max(1, 8 * config.num_warps // combine_heads),
+            COMBINE_PARTS=combine_parts(config.num_warps, combine_heads),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **options,
@@ -426,6 +439,11 @@ class PagedDecode:
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("query, caches and out must be contiguous")
         return self._block_tables
+
+
+def combine_parts(num_warps: int, heads: int) -> int:
+    """Partial results combined at once: 32 registers a thread of head_dim 128."""
+    return max(1, 8 * num_warps // heads)
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:

@@ -111,7 +111,11 @@ def _attend_tile(
     return acc, new_maximum, total
 
 
-@triton.jit(do_not_specialize=["num_sequences"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_sequences"],
+    # They may be slices: the kernel is not to be compiled again for an odd offset.
+    do_not_specialize_on_alignment=["slots_ptr", "query_starts_ptr", "context_lens_ptr"],
+)
 def _paged_prefill_kernel(
     query_ptr: tl.tensor,
     key_cache_ptr: tl.tensor,

@@ -21,7 +21,10 @@ from millstream.kernels.pdl import launch_dependents, wait
 _FEW_TOKENS, _FEW_HEADS, _MANY_HEADS = 64, 4, 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Indices may be slices: the kernel is not to be compiled again for an odd offset.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=["positions_ptr", "kv_indices_ptr"]
+)
 def _qk_norm_rope_store_kernel(
     qkv_ptr: tl.tensor,
     q_weight_ptr: tl.tensor,
@@ -145,9 +148,9 @@ def qk_norm_rope_store(
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return query
-    heads = _FEW_HEADS if num_tokens <= _FEW_TOKENS else _MANY_HEADS
     all_heads = num_heads + 2 * num_kv_heads
     half_block = triton.next_power_of_2(head_dim // 2)
+    heads, num_warps = heads_and_warps(num_tokens, half_block)
     _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
         qkv,
         q_weight if q_weight is not None else qkv,
@@ -169,10 +172,16 @@ def qk_norm_rope_store(
         HEADS=heads,
         NORM=q_weight is not None,
         TABLE=positions is not None,
-        num_warps=max(1, min(4, heads * half_block // 256)),
+        num_warps=num_warps,
         **pdl.options(qkv.device),
     )
     return query
+
+
+def heads_and_warps(num_tokens: int, half_block: int) -> tuple[int, int]:
+    """Heads of a program, and its warps: a thread holds 8 elements of each half."""
+    heads = _FEW_HEADS if num_tokens <= _FEW_TOKENS else _MANY_HEADS
+    return heads, max(1, min(4, heads * half_block // 256))
 
 
 def _check(

@@ -25,7 +25,11 @@ ROW, SLOT, START, END, FIRST, COUNT, FIELDS = (tl.constexpr(i) for i in (0, 1, 2
 _MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernel
 
 
-@triton.jit(do_not_specialize=["batch", "num_programs", "capacity"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["batch", "num_programs", "capacity"],
+    # They may be slices: the kernel is not to be compiled again for an odd offset.
+    do_not_specialize_on_alignment=["context_lens_ptr", "slots_ptr"],
+)
 def _build_work_list_kernel(
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
