@@ -146,7 +146,7 @@ def idle(llm: LLM, print_kernels: bool, batch: int = 256, steps: int = 50) -> No
         kernels_per_step=len(spans) / steps,
     )
     if print_kernels:
-        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=25))
+        print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25))
     while not llm.is_finished():
         llm.step()
 

@@ -42,6 +42,7 @@ class _PinnedBuffer:
     def __init__(self, size: int) -> None:
         self._resize(size)
         self._copied = torch.Event()
+        self._copied.record()
 
     def upload(self, arrays: Sequence[Ints], device: torch.device) -> torch.Tensor:
         size = sum(len(array) for array in arrays)
