@@ -143,17 +143,14 @@ def prefill_cases() -> list[Case]:
 
 
 def prefill_configs(block_size: int) -> dict[str, PrefillConfig]:
-    tiles = [
-        (128, 64, 8, 3, None), (128, 64, 8, 2, None), (128, 64, 8, 2, 128), (64, 64, 4, 2, None),
-        (64, 64, 4, 3, None), (128, 32, 8, 3, 128),
-    ]  # fmt: skip
+    tiles = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
     if block_size >= 128:
-        tiles.append((128, 128, 8, 2, None))
+        tiles.append((128, 128, 8, 2))
     return {
-        f"{q}x{k} w{w} s{s}" + (f" r{r}" if r else ""): PrefillConfig(
-            query_tile=q, key_tile=k, num_warps=w, num_stages=s, max_registers=r
+        f"{q}x{k} w{warps} s{stages}": PrefillConfig(
+            query_tile=q, key_tile=k, num_warps=warps, num_stages=stages
         )
-        for q, k, w, s, r in tiles
+        for q, k, warps, stages in tiles
     }
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import triton
 
-from millstream.kernels import paged_decode, paged_prefill, qk_norm_rope_store, work_list
+from millstream.kernels import (
+    paged_decode,
+    paged_decode_kernel,
+    paged_prefill,
+    qk_norm_rope_store,
+    work_list,
+)
 from millstream.kernels.paged_prefill import PrefillConfig
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -53,7 +59,7 @@ def decode_job(
     }
     if config.max_registers is not None:
         constants["maxnreg"] = config.max_registers
-    return paged_decode._paged_decode_kernel, arguments, constants
+    return paged_decode_kernel.paged_decode_kernel, arguments, constants
 
 
 def prefill_job(
@@ -72,8 +78,6 @@ def prefill_job(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    if config.max_registers is not None:
-        constants["maxnreg"] = config.max_registers
     return paged_prefill._paged_prefill_kernel, arguments, constants
 
 

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.decode_configs import supports
+from millstream.kernels.kv_tiles import block_ids, tile_offsets
 from millstream.kernels.pdl import launch_dependents, wait
 
 _MIN_SEQUENCES_BLOCK = 64  # fewer sequences share its compiled kernel
@@ -36,7 +38,6 @@ class PrefillConfig:
     key_tile: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
 
 
 def choose_config(max_query_len: int, dtype: torch.dtype) -> PrefillConfig:
@@ -46,19 +47,6 @@ def choose_config(max_query_len: int, dtype: torch.dtype) -> PrefillConfig:
     if max_query_len <= _SHORT_QUERIES:
         return PrefillConfig(query_tile=64, key_tile=64, num_warps=4, num_stages=3)
     return PrefillConfig(query_tile=128, key_tile=64, num_warps=8, num_stages=3)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _block_ids(
-    table_ptr: tl.tensor, token: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
-    """The block of a tile that starts at `token`; of each of its tokens if it spans several.
-
-    To stay int32 until they are used: Triton does not pipeline a loop that carries them as int64.
-    """
-    if TILE > BLOCK:
-        token = token + tl.arange(0, TILE)
-    return tl.load(table_ptr + tl.minimum(token, end - 1) // BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -82,14 +70,7 @@ def _attend_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One step of the online softmax, over tokens [token, token + TILE) that a row sees."""
     offset = tl.arange(0, TILE)
-    column = tl.arange(0, HEAD_DIM)
-    ids = ids.to(tl.int64)
-    if TILE > BLOCK:
-        rows = ids * (BLOCK * TOKEN_STRIDE) + (token + offset) % BLOCK * TOKEN_STRIDE
-        at = rows[:, None] + column[None, :]
-    else:
-        first = ids * (BLOCK * TOKEN_STRIDE) + token % BLOCK * TOKEN_STRIDE
-        at = first + (offset[:, None] * TOKEN_STRIDE + column[None, :])
+    at = tile_offsets(ids, token, HEAD_DIM, BLOCK, TOKEN_STRIDE, TILE)
     if MASKED:
         # What lies behind a context may be NaN, which a weight of 0 would not silence.
         inside = (token + offset < end)[:, None]
@@ -170,7 +151,7 @@ def _paged_prefill_kernel(
     #           0                              full_end               end
     full_end = (prefix + tile_start + 1) // KEY_TILE * KEY_TILE
     end = tl.minimum(prefix + tile_start + QUERY_TILE, context)
-    next_ids = _block_ids(table_ptr, 0, end, BLOCK, KEY_TILE)
+    next_ids = block_ids(table_ptr, 0, end, BLOCK, KEY_TILE)
 
     TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
@@ -189,14 +170,14 @@ def _paged_prefill_kernel(
     acc = tl.zeros([QUERY_TILE, HEAD_DIM], tl.float32)
     for token in tl.range(0, full_end, KEY_TILE, num_stages=NUM_STAGES):
         ids = next_ids
-        next_ids = _block_ids(table_ptr, token + KEY_TILE, end, BLOCK, KEY_TILE)
+        next_ids = block_ids(table_ptr, token + KEY_TILE, end, BLOCK, KEY_TILE)
         acc, maximum, total = _attend_tile(
             query, key_ptr, value_ptr, ids, token, last_seen, end, scale, acc, maximum, total,
             HEAD_DIM, BLOCK, TOKEN_STRIDE, KEY_TILE, False,
         )  # fmt: skip
     for token in tl.range(full_end, end, KEY_TILE, num_stages=NUM_STAGES):
         ids = next_ids
-        next_ids = _block_ids(table_ptr, token + KEY_TILE, end, BLOCK, KEY_TILE)
+        next_ids = block_ids(table_ptr, token + KEY_TILE, end, BLOCK, KEY_TILE)
         acc, maximum, total = _attend_tile(
             query, key_ptr, value_ptr, ids, token, last_seen, end, scale, acc, maximum, total,
             HEAD_DIM, BLOCK, TOKEN_STRIDE, KEY_TILE, True,
@@ -240,7 +221,6 @@ def paged_prefill(
     if not num_sequences or not num_tokens:
         return out
     config = config or choose_config(min(max_query_len, num_tokens), query.dtype)
-    options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     _paged_prefill_kernel[(num_heads, num_tokens // config.query_tile + num_sequences)](
         query,
         key_cache,
@@ -263,7 +243,6 @@ def paged_prefill(
         SEQUENCES_BLOCK=max(_MIN_SEQUENCES_BLOCK, triton.next_power_of_2(num_sequences)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **options,
         **pdl.options(query.device),
     )
     return out
@@ -283,10 +262,10 @@ def _check(
         raise ValueError(f"query and caches have shapes {shapes}")
     num_heads, head_dim = query.shape[1:]
     block_size, num_kv_heads = key_cache.shape[1:3]
-    if key_cache.shape[3] != head_dim or num_heads % num_kv_heads:
+    if key_cache.shape[3] != head_dim or not supports(
+        num_heads, num_kv_heads, head_dim, block_size
+    ):
         raise ValueError(f"{num_heads} heads of {head_dim}, a cache of {tuple(key_cache.shape)}")
-    if head_dim not in (16, 32, 64, 128) or block_size & (block_size - 1) or block_size < 16:
-        raise ValueError(f"no prefill kernel for head_dim {head_dim} and blocks of {block_size}")
     if query_starts.shape != (len(slots) + 1,) or context_lens.shape != (len(slots),):
         raise ValueError("query_starts must be [S + 1], context_lens and slots [S]")
     if any(t.dtype != torch.int32 for t in (query_starts, context_lens, block_tables)):
