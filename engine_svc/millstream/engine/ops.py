@@ -60,12 +60,18 @@ class Ops(Protocol):
         """Prepares once what all layers of a step share."""
 
     @property
-    def sampler(self) -> SlotSampler | None:
-        """Samples rows that have no bans; None: sampling.sample does these, too."""
+    def on_slots(self) -> SlotOps | None:
+        """None: only batches that the host lays out can be computed, and rows sampled."""
 
 
-class SlotSampler(Protocol):
-    def __call__(
+class SlotOps(Protocol):
+    """A step of decodes from the slots' state to their next, without the host: what a CUDA graph
+    holds besides the model."""
+
+    def read(self, slots: Tensor, state: SlotState) -> DecodeInputs:
+        """What the model reads when `slots` [n] compute a token each."""
+
+    def sample(
         self,
         logits: Tensor,
         positions: Tensor,
@@ -74,13 +80,40 @@ class SlotSampler(Protocol):
         *,
         filtered: bool,
     ) -> Tensor:
-        """One token id [R] int64 for each row of logits [R, V], as sampling.sample would.
+        """One token id [R] int64 for each row of logits [R, V], as sampling.sample would; for rows
+        without bans.
 
         Args:
-            positions: [R] int64, the index of the token to sample in prompt + output.
+            positions: [R] int32 or int64, the index of the token to sample in prompt + output.
             slots: [R] int64, entries of `table`.
             filtered: some of the rows may have top-k, top-p or min-p.
         """
+
+    def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
+        """Records that `slots` [n] computed a token each and sampled token_ids [n]; the padding
+        slot stays as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotState:
+    """What steps change of each slot, on the device; the last slot pads batches."""
+
+    computed: Tensor  # [slots] int64: computed tokens
+    last_tokens: Tensor  # [slots] int64: sampled last
+    block_tables: Tensor  # [slots, width] int32
+
+
+class DecodeInputs(Protocol):
+    """The tensors of a ForwardBatch, [n] each, that differ from step to step."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def kv_indices(self) -> Tensor: ...
+    @property
+    def context_lens(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

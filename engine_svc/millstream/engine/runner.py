@@ -128,14 +128,14 @@ class ModelRunner:
         Returns the sampled token ids [R] int64, on the device.
         """
         slots = self._slots
-        sampler = None if slots.has_bans(layout) else self._ops.sampler
-        if self._graphs is not None and sampler is not None and not layout.host.plan.chunks:
+        ops = None if slots.has_bans(layout) else self._ops.on_slots
+        if self._graphs is not None and ops is not None and not layout.host.plan.chunks:
             return self._graphs(layout)
         batch = slots.batch(layout)
         logits = self._model(batch, self._kv_cache)
         positions = batch.positions[layout.sample_rows] + 1
-        if sampler is not None:
-            token_ids = sampler(
+        if ops is not None:
+            token_ids = ops.sample(
                 logits,
                 positions,
                 layout.sample_slots,
@@ -149,15 +149,13 @@ class ModelRunner:
 
     def _decode(self, slots: torch.Tensor, filtered: bool) -> torch.Tensor:
         """The step that a CUDA graph records: `slots` [n] decode, sampled with filters or not."""
-        table = self._slots
-        batch = table.decode_batch(slots)
+        table, ops = self._slots, self._ops.on_slots
+        assert ops is not None, "resolve chose graphs for ops that can"
+        batch = table.decode_batch(slots, ops)
         logits = self._model(batch, self._kv_cache)
-        assert self._ops.sampler is not None
-        token_ids = self._ops.sampler(
-            logits, batch.positions + 1, slots, table.sampling, filtered=filtered
-        )
-        table.advance(batch, slots, token_ids)
-        table.reset_padding()
+        # A context's length is the position of the token after it.
+        token_ids = ops.sample(logits, batch.context_lens, slots, table.sampling, filtered=filtered)
+        ops.advance(slots, token_ids, table.state)
         return token_ids
 
     # ---- set-up

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.ops import SlotSampling
+from millstream.engine.ops import SlotOps, SlotSampling, SlotState
 from millstream.engine.plan import Plan, SlotStart
 from millstream.engine.sampling import ALL_GREEDY, Ban, SamplingRows
 from millstream.engine.uploads import Ints, Uploader
@@ -94,6 +94,11 @@ class SlotTable:
         )
         self._decode_rows = torch.arange(num_slots + 1, device=device)
         self._decode_starts = self._decode_rows.int()
+        self.state = SlotState(
+            computed=self._computed,
+            last_tokens=self._last_tokens,
+            block_tables=self._block_tables,
+        )
         self.sampling = SlotSampling(
             temperatures=self._floats[_TEMPERATURE],
             seeds=self._ints[_SEED],
@@ -214,12 +219,13 @@ class SlotTable:
         if self._dynamic_rope:
             rope_lens = torch.maximum(self._ints[_PROMPT_LEN, slots], positions + 1)
         num_chunk_tokens = len(layout.chunk_token_ids)
+        blocks = self._block_tables[slots, positions // self._block_size].long()
         return ForwardBatch(
             token_ids=torch.cat(
                 (layout.chunk_token_ids, self._last_tokens[slots[num_chunk_tokens:]])
             ),
             positions=positions,
-            kv_indices=self._kv_indices(slots, positions),
+            kv_indices=blocks * self._block_size + positions % self._block_size,
             query_starts=layout.query_starts,
             context_lens=(positions[layout.query_starts[1:] - 1] + 1).int(),
             block_tables=self._block_tables,
@@ -231,16 +237,16 @@ class SlotTable:
             rope_lens=rope_lens,
         )
 
-    def decode_batch(self, slots: torch.Tensor) -> ForwardBatch:
+    def decode_batch(self, slots: torch.Tensor, ops: SlotOps) -> ForwardBatch:
         """The input of a step in which `slots` [n], some of them perhaps the padding slot, decode.
         All that it reads from the host is n: a CUDA graph may record it."""
-        num_slots, positions = len(slots), self._computed[slots]
+        num_slots, inputs = len(slots), ops.read(slots, self.state)
         return ForwardBatch(
-            token_ids=self._last_tokens[slots],
-            positions=positions,
-            kv_indices=self._kv_indices(slots, positions),
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            kv_indices=inputs.kv_indices,
             query_starts=self._decode_starts[: num_slots + 1],
-            context_lens=(positions + 1).int(),
+            context_lens=inputs.context_lens,
             block_tables=self._block_tables,
             slots=slots,
             sample_rows=self._decode_rows[:num_slots],
@@ -249,21 +255,12 @@ class SlotTable:
             contexts=(),
         )
 
-    def _kv_indices(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        blocks = self._block_tables[slots, positions // self._block_size].long()
-        return blocks * self._block_size + positions % self._block_size
-
     def advance(
         self, batch: ForwardBatch, sample_slots: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
         """Records that the batch is computed and that `token_ids` [R] were sampled."""
         self._computed.index_copy_(0, batch.slots, batch.context_lens.long())
         self._last_tokens.index_copy_(0, sample_slots, token_ids)
-
-    def reset_padding(self) -> None:
-        """Takes the padding slot back to where it was before a step that it took part in."""
-        self._computed[self.padding_slot :].zero_()
-        self._last_tokens[self.padding_slot :].zero_()
 
     def note_advance(self, layout: BatchLayout) -> None:
         """The host's part of advance()."""

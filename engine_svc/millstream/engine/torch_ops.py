@@ -18,7 +18,7 @@ from millstream.engine.rope import RotaryEmbedding, rotate
 class TorchOps:
     """An ops.Ops for any device."""
 
-    sampler = None
+    on_slots = None
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

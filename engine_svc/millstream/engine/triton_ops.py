@@ -16,15 +16,16 @@ from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.layers import Linear, RMSNorm
 from millstream.engine.model_config import ModelConfig
-from millstream.engine.ops import SlotSampling
+from millstream.engine.ops import SlotSampling, SlotState
 from millstream.engine.rope import RotaryEmbedding
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
+from millstream.kernels.decode_state import DecodeInputs, advance_slots, read_slots
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Config, choose
 from millstream.kernels.paged_decode import PagedDecode, supports
 from millstream.kernels.paged_prefill import paged_prefill
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
-from millstream.kernels.sample import sample
+from millstream.kernels.sample import sample as gumbel_max
 from millstream.kernels.sample_filters import thresholds
 from millstream.kernels.silu_mul import silu_mul
 
@@ -40,7 +41,7 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
 
 
 class TritonOps:
-    """An ops.Ops with a decode kernel, workspaces included, for each of some batch sizes."""
+    """An ops.Ops and its SlotOps; a decode kernel, with workspaces, for each of some batches."""
 
     def __init__(
         self,
@@ -66,7 +67,16 @@ class TritonOps:
     ) -> TritonStepOps:
         return TritonStepOps(self, batch, kv_cache, rope)
 
-    def sampler(
+    @property
+    def on_slots(self) -> TritonOps:
+        return self
+
+    def read(self, slots: Tensor, state: SlotState) -> DecodeInputs:
+        return read_slots(
+            slots, state.computed, state.last_tokens, state.block_tables, self._block_size
+        )
+
+    def sample(
         self,
         logits: Tensor,
         positions: Tensor,
@@ -80,7 +90,12 @@ class TritonOps:
             least = thresholds(
                 logits, slots, table.temperatures, table.top_k, table.top_p, table.min_p
             )
-        return sample(logits, slots, positions, table.temperatures, table.seeds, thresholds=least)
+        return gumbel_max(
+            logits, slots, positions, table.temperatures, table.seeds, thresholds=least
+        )
+
+    def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
+        advance_slots(slots, token_ids, state.computed, state.last_tokens)
 
     def decode_for(self, num_sequences: int) -> PagedDecode:
         size = next(size for size in self._batch_sizes if size >= num_sequences)
