@@ -22,7 +22,15 @@ from tests.kernels.attention_jobs import attention_jobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from millstream.kernels import add_rms_norm, gemv, linear, sample, sample_filters, silu_mul
+from millstream.kernels import (
+    add_rms_norm,
+    decode_state,
+    gemv,
+    linear,
+    sample,
+    sample_filters,
+    silu_mul,
+)
 from millstream.kernels.linear_configs import _MEASURED, Gemv
 
 _SHARED_BYTES = 227 * 1024
@@ -54,6 +62,14 @@ def jobs() -> Iterator[Job]:
             yield norm, (BF16,) * 4 + (hidden,) * 3 + (1e-6,), {**sizes, "num_warps": warps}
     swiglu = {"SIZE": 3072, "BLOCK": silu_mul._BLOCK, "num_warps": silu_mul._NUM_WARPS}
     yield silu_mul._silu_mul_kernel, (BF16, BF16, 6144, 3072), swiglu
+    for rows in (1, 256):
+        sizes = {"ROWS": decode_state._ROWS, "num_warps": 1}
+        yield (
+            decode_state._read_kernel,
+            (I64, I64, I64, I32, I64, I32, 640, rows),
+            {**sizes, "BLOCK_SIZE": 64},
+        )
+        yield decode_state._advance_kernel, (I64, I64, I64, I64, 256, rows), sizes
     yield from samplers()
     yield from attention_jobs()
     for (size, depth), configs in _MEASURED.items():
