@@ -197,6 +197,7 @@ def paged_prefill(
     *,
     max_query_len: int,
     max_context: int,
+    out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Causal attention [T, Hq, D] of S sequences' chunks; a chunk is the end of its context.
@@ -211,13 +212,16 @@ def paged_prefill(
         context_lens: [S] int32, tokens of prefix and chunk.
         max_query_len, max_context: what no chunk and no context exceeds; they choose the
             configuration only.
+        out: where the result goes, contiguous and like query; None: into a new tensor.
 
     Rows of query that no chunk has are not written. Raises ValueError for other shapes.
     """
     _check(query, key_cache, value_cache, block_tables, slots, query_starts, context_lens)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = slots.shape[0]
-    out = torch.empty_like(query)
+    out = torch.empty_like(query) if out is None else out
+    if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+        raise ValueError("out must be contiguous and like query")
     if not num_sequences or not num_tokens:
         return out
     config = config or choose_config(min(max_query_len, num_tokens), query.dtype)
