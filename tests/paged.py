@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from millstream.engine.attention import KVCache, TorchAttention, allocate_kv_cache
+from millstream.engine.attention import KVCache, allocate_kv_cache
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.model_config import ModelConfig, load_model_config
 from millstream.engine.models import DecoderModel, build_model
+from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -26,12 +27,13 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> DecoderModel:
+    config = load_model_config(model_dir)
     model = build_model(
-        load_model_config(model_dir),
+        config,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        attention=TorchAttention(),
+        ops=TorchOps(config),
     )
     load_weights(model, model_dir)
     return model
@@ -98,6 +100,7 @@ class PagedBatches:
             query_starts=tensor([0, *itertools.accumulate(query_lens)], torch.int32),
             context_lens=tensor(contexts, torch.int32),
             block_tables=tensor(tables, torch.int32),
+            slots=tensor(range(len(work))),
             sample_rows=tensor(range(len(token_ids))),
             num_decodes=len(decodes),
             query_lens=query_lens,

@@ -64,7 +64,7 @@ def test_random_steps_equal_the_naive_ones(heads: tuple[int, int], seed: int) ->
             else:
                 decodes.append((sequence, 0))
         batch = batches.batch(chunks, decodes)
-        attend = TorchAttention().begin_step(batch, batches.kv_cache)
+        attend = TorchAttention(batch, batches.kv_cache)
         order = [sequence for sequence, _ in [*chunks, *decodes]]
         for layer in range(2):
             num_tokens = len(batch.token_ids)
@@ -89,7 +89,7 @@ def test_inputs_may_be_slices_of_the_fused_projection() -> None:
     batches = PagedBatches(shape)
     batch = batches.batch([(PagedSequence(prompt_len=3), [0] * 3)])
     heads = torch.randn(3, 8, 8)
-    attend = TorchAttention().begin_step(batch, batches.kv_cache)
+    attend = TorchAttention(batch, batches.kv_cache)
     actual = attend(0, heads[:, :4], heads[:, 4:6], heads[:, 6:])
     torch.testing.assert_close(actual, naive(heads[:, :4], heads[:, 4:6], heads[:, 6:]))
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.model_config import parse_model_config
-from millstream.engine.models.rope import RotaryEmbedding, inverse_frequencies, rotate
+from millstream.engine.rope import RotaryEmbedding, inverse_frequencies, rotate
 
 HEAD_DIM = 16
 CPU = torch.device("cpu")
@@ -65,6 +65,7 @@ def batch_at(positions: list[int], rope_lens: list[int] | None = None) -> Forwar
         query_starts=empty,
         context_lens=empty,
         block_tables=empty,
+        slots=empty,
         sample_rows=empty,
         num_decodes=0,
         query_lens=(),
@@ -93,7 +94,9 @@ def test_row_39_rotation_equals_transformers(rope: dict[str, Any], dtype: torch.
     embedding = RotaryEmbedding(
         parse_model_config(raw).rope, HEAD_DIM, max_model_len=5001, dtype=dtype, device=CPU
     )
-    ours = rotate(heads, *embedding(batch_at(positions, [5001] * 5)))  # one forward of 5001 tokens
+    ours = rotate(
+        heads, *embedding.cos_sin(batch_at(positions, [5001] * 5))
+    )  # one forward of 5001 tokens
 
     cos, sin = LlamaRotaryEmbedding(LlamaConfig(**raw))(heads, torch.tensor([positions]))
     batched = heads.transpose(0, 1)[None]
@@ -108,20 +111,20 @@ def test_row_39_rotation_equals_transformers(rope: dict[str, Any], dtype: torch.
 def test_row_78_table_has_the_effective_limit_and_not_the_config_one() -> None:
     rope = parse_model_config(raw_config({"rope_type": "default"}, 10000.0)).rope
     embedding = RotaryEmbedding(rope, HEAD_DIM, max_model_len=3000, dtype=torch.float32, device=CPU)
-    cos, sin = embedding(batch_at([2999]))
+    cos, sin = embedding.cos_sin(batch_at([2999]))
     assert cos.shape == sin.shape == (1, 1, HEAD_DIM)
     with pytest.raises(IndexError):
-        embedding(batch_at([3000]))
+        embedding.cos_sin(batch_at([3000]))
 
 
 def test_dynamic_rotation_depends_on_a_tokens_own_length_only() -> None:
     rope = parse_model_config(raw_config({"rope_type": "dynamic", "factor": 2.0}, 10000.0)).rope
     embedding = RotaryEmbedding(rope, HEAD_DIM, max_model_len=4096, dtype=torch.float32, device=CPU)
-    alone = embedding(batch_at([7], [3000]))
-    together = embedding(batch_at([7, 7, 4000], [3000, 8, 4001]))
+    alone = embedding.cos_sin(batch_at([7], [3000]))
+    together = embedding.cos_sin(batch_at([7, 7, 4000], [3000, 8, 4001]))
     for one, many in zip(alone, together, strict=True):
         assert torch.equal(one[0], many[0])
         assert not torch.equal(many[0], many[1])
     # Within the original limit no length changes anything, and a missing one is position + 1.
     for lengths in ([8], [2048], None):
-        torch.testing.assert_close(embedding(batch_at([7], lengths))[0][0], together[0][1])
+        torch.testing.assert_close(embedding.cos_sin(batch_at([7], lengths))[0][0], together[0][1])

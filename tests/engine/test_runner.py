@@ -19,9 +19,11 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import Request, Sampling
-from millstream.engine.runner import ModelRunner, _warm_up_plan, create
+from millstream.engine.runner import ModelRunner, create
+from millstream.engine.sampling import SamplingRows
 from millstream.engine.scheduler import Scheduler
-from millstream.engine.slots import SlotTable
+from millstream.engine.slots import BatchLayout, SlotTable
+from millstream.engine.startup import warm_up_plan
 
 CPU = torch.device("cpu")
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4  # of the tiny model, for blocks of 4 tokens
@@ -75,9 +77,10 @@ class NaiveSlots:
         assert batch.query_starts.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)]
         assert list(batch.query_lens) == lens
         assert batch.num_decodes == len(plan.decode_slots)
+        assert batch.slots.tolist() == [slot for slot, _, _ in work]
         for row, (slot, _, _) in enumerate(work):
             used = -(-contexts[row] // self.block_size)
-            assert batch.block_tables[row, :used].tolist() == self.tables[slot][:used]
+            assert batch.block_tables[slot, :used].tolist() == self.tables[slot][:used]
         assert {t.dtype for t in (batch.token_ids, batch.kv_indices)} == {torch.int64}
         assert {t.dtype for t in (batch.block_tables, batch.context_lens)} == {torch.int32}
         return [slot for slot, _, samples in work if samples]
@@ -115,7 +118,9 @@ def test_batches_are_what_the_plans_say(seed: int) -> None:
             slots = self.naive.check(plan, batch)
             token_ids = [generator.randrange(50) for _ in slots]
             self.naive.last.update(zip(slots, token_ids, strict=True))
-            self.slots.advance(layout, batch, torch.tensor(token_ids, dtype=torch.int64))
+            sampled = torch.tensor(token_ids, dtype=torch.int64)
+            self.slots.advance(batch, layout.sample_slots, sampled)
+            self.slots.note_advance(layout)
             self.results.append(StepResult(step=plan.step, token_ids=token_ids))
 
         def collect(self) -> StepResult:
@@ -155,16 +160,18 @@ def start_decoding(table: SlotTable, sampling: list[Sampling], min_tokens: int =
     return scheduler
 
 
-def step(scheduler: Scheduler, table: SlotTable) -> Any:
-    """One step whose samples are all 5; returns its layout."""
+def step(scheduler: Scheduler, table: SlotTable) -> tuple[BatchLayout, SamplingRows]:
+    """One step whose samples are all 5; returns its layout and how its rows sample."""
     plan = scheduler.schedule(0.0)
     assert plan is not None
     layout = table.apply(plan)
-    batch = table.batch(layout)
-    table.advance(layout, batch, torch.full((len(layout.sample_slots),), 5))
+    rows = table.sampling_rows(layout)
+    assert table.has_bans(layout) == (rows.ban is not None)
     count = len(layout.sample_slots)
+    table.advance(table.batch(layout), layout.sample_slots, torch.full((count,), 5))
+    table.note_advance(layout)
     scheduler.apply(StepResult(step=plan.step, token_ids=[5] * count), 0.0)
-    return layout
+    return layout, rows
 
 
 def make_table(max_num_seqs: int, **options: Any) -> SlotTable:
@@ -179,7 +186,8 @@ def test_steady_decode_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     first = step(scheduler, table)
     monkeypatch.setattr(table, "_upload", None)
     for _ in range(10):
-        assert step(scheduler, table) is first
+        again = step(scheduler, table)
+        assert again[0] is first[0] and again[1] is first[1]
 
 
 def test_parameters_of_a_mixed_batch_go_to_their_rows() -> None:
@@ -192,7 +200,7 @@ def test_parameters_of_a_mixed_batch_go_to_their_rows() -> None:
         Sampling(max_tokens=9, temperature=1.0, top_k=7, top_p=0.75, seed=3),
     ]
     scheduler = start_decoding(table, samplings)
-    rows = step(scheduler, table).sampling
+    _, rows = step(scheduler, table)
     assert rows.random is not None and rows.random.tolist() == [1, 3, 4]
     assert rows.temperatures.tolist() == [0.5, 1.5, 1.0]
     assert rows.seeds.tolist() == [-1, -(2**63), 3]
@@ -202,7 +210,7 @@ def test_parameters_of_a_mixed_batch_go_to_their_rows() -> None:
     assert rows.min_p.tolist() == [0.0, 0.25, 0.0]
     greedy = make_table(2)
     scheduler = start_decoding(greedy, [Sampling(max_tokens=9, temperature=0.0)] * 2)
-    assert step(scheduler, greedy).sampling.random is None
+    assert step(scheduler, greedy)[1].random is None
 
 
 def test_bans_end_with_min_tokens() -> None:
@@ -213,7 +221,7 @@ def test_bans_end_with_min_tokens() -> None:
     )
     banned = []
     for _ in range(8):
-        ban = step(scheduler, table).sampling.ban
+        ban = step(scheduler, table)[1].ban
         banned.append(ban is not None)
         if ban is not None:
             assert ban.token_ids.tolist() == [[3, 7, 9]] * 2
@@ -375,10 +383,10 @@ def test_models_that_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     ("num_tokens", "num_seqs", "max_model_len"),
     [(16, 4, 512), (16, 4, 5), (4, 4, 512), (1, 1, 2), (100, 3, 20), (2, 9, 2)],
 )
-def test_warm_up_plan(folder: Path, num_tokens: int, num_seqs: int, max_model_len: int) -> None:
+def testwarm_up_plan(folder: Path, num_tokens: int, num_seqs: int, max_model_len: int) -> None:
     """As many tokens as asked for, or as all sequences have; nothing outside the scratch block."""
     runner = load(folder, max_num_seqs=num_seqs, max_model_len=max_model_len)
-    plan = _warm_up_plan(runner._resolved, num_tokens)
+    plan = warm_up_plan(runner._resolved, num_tokens)
     seqs = min(num_seqs, num_tokens)
     assert len(plan.starts) == len(plan.chunks) + len(plan.decode_slots) == seqs
     assert plan.num_tokens == min(num_tokens, seqs * (max_model_len - 1))
@@ -391,9 +399,9 @@ def test_the_scratch_block_alone_is_enough_for_a_warm_up(folder: Path) -> None:
     runner = load(folder)
     shape = list(runner._kv_cache.data.shape)
     shape[2] = 1
-    runner._kv_cache = KVCache(data=torch.zeros(shape))
+    runner._kv_cache = KVCache.of(torch.zeros(shape))
     runner._slots = SlotTable(max_num_seqs=256, max_model_len=512, block_size=4, device=CPU)
-    plan = _warm_up_plan(runner._resolved, 300)
+    plan = warm_up_plan(runner._resolved, 300)
     with torch.inference_mode():
         token_ids = runner._step(runner._slots.apply(plan))
     assert len(token_ids) == 256

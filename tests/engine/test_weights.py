@@ -13,10 +13,10 @@ from tests.paged import CPU, load_model, paged_logits
 from tests.tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
-from millstream.engine.attention import TorchAttention
 from millstream.engine.model_config import load_model_config
 from millstream.engine.models import DecoderModel, build_model
 from millstream.engine.shapes import named_shape
+from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import WeightError, init_dummy_weights, load_weights
 
 PROMPT = [3, 141, 59, 26, 53]
@@ -60,12 +60,13 @@ def test_bfloat16_checkpoint_is_computed_in_float32(tmp_path: Path) -> None:
 
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path, max_shard_size=20_000)
+    config = load_model_config(model_dir)
     model = build_model(
-        load_model_config(model_dir),
+        config,
         dtype=torch.float32,
         device=CPU,
         max_model_len=64,
-        attention=TorchAttention(),
+        ops=TorchOps(config),
     )
     seen: list[tuple[int, int]] = []
     load_weights(model, model_dir, on_progress=lambda done, total: seen.append((done, total)))
@@ -207,7 +208,7 @@ def test_dummy_weights_are_seeded_and_finite() -> None:
             dtype=torch.bfloat16,
             device=CPU,
             max_model_len=64,
-            attention=TorchAttention(),
+            ops=TorchOps(config),
         )
         init_dummy_weights(model, seed)
         return model
@@ -221,7 +222,7 @@ def test_dummy_weights_are_seeded_and_finite() -> None:
     assert first.lm_head.weight is first.model.embed_tokens.weight
     result = paged_logits(first, [(PROMPT, [])], chunk_tokens=8, block_size=16)[0]
     assert result.isfinite().all()
-    assert result.dtype == torch.float32
+    assert result.dtype == torch.bfloat16
     assert 0.1 < result.std() < 10
 
 
@@ -231,4 +232,4 @@ def test_packed_weights_give_the_same_products(tmp_path: Path) -> None:
     packed = load_model(model_dir)
     assert not hasattr(packed.model.layers[0].self_attn.o_proj, "weight")
     plain = load_model(model_dir, dtype=torch.float64)
-    torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(packed), logits(plain).float(), atol=1e-4, rtol=1e-4)

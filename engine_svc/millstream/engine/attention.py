@@ -1,7 +1,4 @@
-"""The paged KV cache, the seam for attention backends, and the one in plain torch.
-
-TorchAttention is what the engine runs on CPUs and the oracle that later kernels are tested against.
-"""
+"""The paged KV cache, and attention over it in plain torch: what the engine runs on CPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +23,11 @@ class KVCache:
     """Keys and values of every layer, in blocks. Block 0 is scratch: written, never attended to."""
 
     data: Tensor  # [num_layers, 2 (key, value), num_blocks + 1, block_size, num_kv_heads, head_dim]
+    layers: tuple[tuple[Tensor, Tensor], ...]  # views of keys and values, a pair a layer
+
+    @classmethod
+    def of(cls, data: Tensor) -> KVCache:
+        return cls(data=data, layers=tuple((keys, values) for keys, values in data))
 
     @property
     def block_size(self) -> int:
@@ -48,41 +49,13 @@ def allocate_kv_cache(
 ) -> KVCache:
     """An uninitialised cache of num_blocks usable blocks and the scratch block."""
     shape = (config.num_layers, 2, num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
-    return KVCache(data=torch.empty(shape, dtype=dtype, device=device))
+    return KVCache.of(torch.empty(shape, dtype=dtype, device=device))
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Memory of one block over all layers."""
     values = config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim
     return values * dtype.itemsize
-
-
-class StepAttention(Protocol):
-    """Attention of one step: called once by each layer."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Stores key and value [T, Hkv, D] of the step's tokens in the cache, then attends.
-
-        Args:
-            layer: index of the layer.
-            query: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv).
-        Returns:
-            [T, Hq, D].
-        """
-
-
-class AttentionBackend(Protocol):
-    """Computes attention over the paged cache."""
-
-    def begin_step(self, batch: ForwardBatch, kv_cache: KVCache) -> StepAttention:
-        """Prepares once what all layers of a step share."""
-
-
-class TorchAttention:
-    """Gathers each sequence's keys and values out of its blocks, then attends with torch's SDPA."""
-
-    def begin_step(self, batch: ForwardBatch, kv_cache: KVCache) -> StepAttention:
-        return _TorchStep(batch, kv_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +77,9 @@ class _Decodes:
     gathered: Tensor  # [rows, head_dim] to gather into
 
 
-class _TorchStep:
-    """The index tensors that the layers of one step share.
+class TorchAttention:
+    """Attention of one step over the paged cache: gathers each sequence's keys and values out of
+    its blocks, then attends with torch's SDPA. Holds the index tensors that the layers share.
 
     A layer's cache is seen as one matrix with a row for each head of each token:
         key rows   (block * block_size + offset) * Hkv + head
@@ -118,6 +92,9 @@ class _TorchStep:
         self._data = data
         self._block_size, self._num_kv_heads, self._head_dim = data.shape[3:]
         self._num_tokens = data.shape[2] * self._block_size  # that a layer's cache has room for
+        # [S, blocks of the longest context]: entries past a context are never read
+        used = -(-max(batch.contexts) // self._block_size)
+        self._block_tables = batch.block_tables[:, :used].index_select(0, batch.slots)
         self._kv_heads = torch.arange(self._num_kv_heads, device=data.device)[:, None]
         first_decode = len(batch.query_lens) - batch.num_decodes
         ends = list(itertools.accumulate(batch.query_lens[:first_decode], initial=0))
@@ -131,6 +108,8 @@ class _TorchStep:
         ]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Stores key and value [T, Hkv, D] of the step's tokens in a layer's cache, then attends
+        with query [T, Hq, D], whose head h reads KV head h // (Hq / Hkv). Returns [T, Hq, D]."""
         cache = self._data[layer].view(2, self._num_tokens, self._num_kv_heads, self._head_dim)
         cache[0].index_copy_(0, self._batch.kv_indices, key)
         cache[1].index_copy_(0, self._batch.kv_indices, value)
@@ -147,7 +126,7 @@ class _TorchStep:
         if queries == context:  # its keys and values are this step's
             return _Chunk(tokens, None, None)
         positions = torch.arange(context, device=self._data.device)
-        rows = self._rows(self._batch.block_tables[index], positions)
+        rows = self._rows(self._block_tables[index], positions)
         return _Chunk(tokens, rows, self._mask(positions <= positions[-queries:, None]))
 
     def _decode_group(
@@ -165,7 +144,7 @@ class _TorchStep:
         seen = positions < self._batch.context_lens[sequences, None]
         # Padding reads the first token of its sequence: a weight of zero does not silence a NaN,
         # and an unused row may hold one.
-        rows = self._rows(self._batch.block_tables[sequences], torch.where(seen, positions, 0))
+        rows = self._rows(self._block_tables[sequences], torch.where(seen, positions, 0))
         mask = None if min(contexts) == longest else self._mask(seen[:, None, None, :])
         return _Decodes(tokens, rows, mask, self._data.new_empty(len(rows), self._head_dim))
 

@@ -25,11 +25,12 @@ class ForwardBatch:
     kv_indices: torch.Tensor
     query_starts: torch.Tensor  # [S + 1] int32
     context_lens: torch.Tensor  # [S] int32
-    block_tables: torch.Tensor  # [S, widest table] int32; entries past a context are never read
+    block_tables: torch.Tensor  # [rows, width] int32; entries past a context are never read
+    slots: torch.Tensor  # [S] int64: the sequences' rows of block_tables
     sample_rows: torch.Tensor  # [R] int64: the tokens whose logits are wanted
     num_decodes: int  # the last so many sequences have one token each
     query_lens: tuple[int, ...]
-    contexts: tuple[int, ...]
+    contexts: tuple[int, ...]  # empty in a CUDA graph, where only the device knows them
     # [T] int64, read only by models with dynamic RoPE: the length that a token is rotated for,
     # max(prompt length, position + 1). None: position + 1, right for prompts within the original
     # limit of the model.

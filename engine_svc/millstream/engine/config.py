@@ -12,6 +12,7 @@ from millstream.rpc.parsing import number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "triton", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -70,6 +71,12 @@ class EngineConfig:
         None, 1, 1 << 16, "tokens per KV block; default: 64 on CUDA, 16 on CPU"
     )
     prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prompt prefixes")
+    attention_backend: str = _flag(
+        "auto",
+        "what computes attention, norms and sampling; auto: triton on CUDA where the "
+        "model's shape has kernels, torch elsewhere",
+        choices=ATTENTION_BACKENDS,
+    )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     tensor_parallel_size: int = _number(1, 1, 1024, "GPUs that share one model; only 1 so far")
     threads: int | None = _number(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,18 @@ from pathlib import Path
 import torch
 
 from millstream.engine.config import DEVICES, EngineConfig
+from millstream.engine.graphs import batch_sizes
 from millstream.engine.model_config import ModelConfig
+from millstream.engine.rope_config import RopeType
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _LARGE_GPU_BYTES = 70 * _GIB
 _CPU_KV_BYTES = 4 * _GIB
 _CPU_KV_SHARE = 0.4  # of the memory that is available
+# What CUDA itself, its libraries and loaded kernels take of a GPU, beside what torch reserves.
+_CUDA_BYTES = _GIB
 # A pool that holds so many sequences of full length at once is large enough, also as prefix cache.
 _ENOUGH_SEQUENCES = 256
 
@@ -43,6 +50,10 @@ class ResolvedConfig:
     max_model_len: int
     block_size: int
     max_in_flight: int  # steps launched and not collected
+    attention_backend: str  # triton or torch
+    # Batch sizes that kernels are laid out for, ascending; the last is max_num_seqs.
+    batch_sizes: tuple[int, ...]
+    cuda_graphs: bool
 
     @property
     def on_gpu(self) -> bool:
@@ -77,15 +88,51 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> Res
             f"max_model_len: the model has {model.max_position} positions, "
             f"so {max_model_len} is too long"
         )
+    block_size = config.block_size or (64 if on_gpu else 16)
+    attention_backend = _attention_backend(config, hardware, model, block_size)
+    max_num_seqs = config.max_num_seqs or (1024 if large else 256)
     return ResolvedConfig(
         device=hardware.device,
         dtype=getattr(torch, dtype),
-        max_num_seqs=config.max_num_seqs or (1024 if large else 256),
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if on_gpu else 2048),
         max_model_len=max_model_len,
-        block_size=config.block_size or (64 if on_gpu else 16),
+        block_size=block_size,
         max_in_flight=2 if on_gpu else 1,
+        attention_backend=attention_backend,
+        batch_sizes=tuple(batch_sizes(max_num_seqs)),
+        cuda_graphs=on_gpu
+        and attention_backend == "triton"
+        and not config.enforce_eager
+        and model.rope.type is not RopeType.DYNAMIC,
     )
+
+
+def _attention_backend(
+    config: EngineConfig, hardware: Hardware, model: ModelConfig, block_size: int
+) -> str:
+    wanted = config.attention_backend
+    if wanted == "torch" or (wanted == "auto" and hardware.device.type != "cuda"):
+        return "torch"
+    problem = _triton_problem(hardware, model, block_size)
+    if problem and wanted == "triton":
+        raise LoadError(f"attention_backend: {problem}")
+    if problem:
+        logger.warning("attention_backend is torch, which is slow on a GPU: %s", problem)
+    return "torch" if problem else "triton"
+
+
+def _triton_problem(hardware: Hardware, model: ModelConfig, block_size: int) -> str:
+    """Why Triton's kernels cannot serve a model; "" if they can. Imports Triton."""
+    try:
+        import triton
+
+        from millstream.engine.triton_ops import unsupported
+    except ImportError as error:
+        return f"{error}"
+    if hardware.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"triton has no compiler for {hardware.device}"
+    return unsupported(model, block_size)
 
 
 def num_kv_blocks(resolved: ResolvedConfig, *, kv_bytes: int, block_bytes: int) -> int:
@@ -106,12 +153,13 @@ def cpu_kv_bytes() -> int:
     return min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * _memory_bytes("MemAvailable")))
 
 
-def gpu_kv_bytes(device: torch.device, *, utilization: float, workspace_bytes: int) -> int:
-    """What `utilization` of the GPU leaves beside what is in use now and a step's workspace."""
+def gpu_kv_bytes(device: torch.device, *, utilization: float, reserved_bytes: int) -> int:
+    """What `utilization` of the GPU leaves beside this process's tensors and `reserved_bytes`, for
+    what comes later; but no more than other processes leave."""
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    used_bytes = total_bytes - free_bytes  # by other processes too
-    return int(total_bytes * utilization) - used_bytes - workspace_bytes
+    own_bytes = torch.cuda.memory_reserved(device) + _CUDA_BYTES
+    return min(int(total_bytes * utilization) - own_bytes, free_bytes) - reserved_bytes
 
 
 def _memory_bytes(field: str) -> int:

@@ -2,8 +2,11 @@
 
 State that a step changes (computed tokens, last token) lives on the device and is read there by the
 next step: a decode's input never visits the host. What the host can know without the device, it
-keeps in numpy: lengths and parameters, by slot. A plan's composition goes up in one copy;
-a steady decode step uploads nothing.
+keeps in numpy: lengths and parameters, by slot. Whatever a plan changes goes up in one copy; a
+steady decode step uploads nothing.
+
+One slot more than sequences can have pads the batches of CUDA graphs: its block table is the
+scratch block, and it stays at position 0 for ever.
 """
 
 from __future__ import annotations
@@ -11,48 +14,56 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from millstream.engine.batch import ForwardBatch
+from millstream.engine.ops import SlotOps, SlotSampling, SlotState
 from millstream.engine.plan import Plan, SlotStart
 from millstream.engine.sampling import ALL_GREEDY, Ban, SamplingRows
+from millstream.engine.uploads import Ints, Uploader
 
-Ints = npt.NDArray[np.int64]
-
-# Columns of the per-slot tables.
-_COMPUTED, _PROMPT_LEN, _MIN_POSITION, _SEED, _TOP_K = range(5)
+# Rows of the parameter tables; a column is a slot.
+_PROMPT_LEN, _MIN_POSITION, _SEED, _TOP_K = range(4)
 _TEMPERATURE, _TOP_P, _MIN_P = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLayout:
-    """Who computes how many tokens in a step: what a batch is, but for the state of the slots.
-
-    S sequences with T tokens: chunks first, then decodes; R of them sample.
-    """
+class HostLayout:
+    """Who computes how many tokens in a step: S sequences, chunks first, then decodes."""
 
     plan: Plan
-    host_slots: Ints  # [S]
-    host_query_lens: Ints  # [S]
-    query_lens: tuple[int, ...]
+    slots: Ints  # [S]
+    query_lens: Ints  # [S]
+    query_starts: Ints  # [S + 1]
+    samples: npt.NDArray[np.bool_]  # [S]: whose next token is sampled
+    sample_slots: Ints  # [R]
+    has_filters: bool  # some of them sample with top-k, top-p or min-p
+    has_bans: bool  # some of them have ids that min_tokens bans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """What a batch of S sequences and T tokens, R of them sampling, is but for the slots' state."""
+
+    host: HostLayout
     slots: torch.Tensor  # [S] int64
     rows: torch.Tensor  # [T] int64: the sequence of each token
     offsets: torch.Tensor  # [T] int64: the token's place among its sequence's tokens
     query_starts: torch.Tensor  # [S + 1] int32
     chunk_token_ids: torch.Tensor  # [tokens of all chunks] int64
-    decode_slots: torch.Tensor  # [num_decodes] int64
     sample_rows: torch.Tensor  # [R] int64, into the T tokens
     sample_slots: torch.Tensor  # [R] int64
-    host_sample_slots: Ints  # [R]
-    sampling: SamplingRows
+
+    def decodes_as(self, plan: Plan) -> bool:
+        """Whether a plan's decodes are this batch's: the scheduler keeps a tuple that stays."""
+        return self.host.plan.decode_slots is plan.decode_slots
 
 
 class SlotTable:
-    """State of max_num_seqs slots on one device; used by one thread."""
+    """State of max_num_seqs slots, and of the padding slot, on one device; used by one thread."""
 
     def __init__(
         self,
@@ -63,63 +74,99 @@ class SlotTable:
         device: torch.device,
         dynamic_rope: bool = False,
     ) -> None:
+        num_slots = max_num_seqs + 1
+        self.padding_slot = max_num_seqs
         self._block_size = block_size
-        self._device = device
         self._dynamic_rope = dynamic_rope
-        self._host_ints: Ints = np.zeros((max_num_seqs, 5), dtype=np.int64)
-        self._host_floats = np.zeros((max_num_seqs, 3), dtype=np.float32)
-        self._num_blocks = [0] * max_num_seqs
-        self._banned: list[tuple[int, ...]] = [()] * max_num_seqs
-        self._ints = torch.zeros(max_num_seqs, 5, dtype=torch.int64, device=device)
-        self._floats = torch.zeros(max_num_seqs, 3, dtype=torch.float32, device=device)
-        self._computed = self._ints[:, _COMPUTED]
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._upload = Uploader(device)
+        self._host_computed: Ints = np.zeros(num_slots, dtype=np.int64)
+        self._host_ints: Ints = np.zeros((4, num_slots), dtype=np.int64)
+        self._host_floats = np.zeros((3, num_slots), dtype=np.float64)
+        self._num_blocks = [0] * num_slots
+        self._banned: list[tuple[int, ...]] = [()] * num_slots
+        self._computed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(4, num_slots, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         self._table_width = -(-max_model_len // block_size)
         self._block_tables = torch.zeros(
-            max_num_seqs, self._table_width, dtype=torch.int32, device=device
+            num_slots, self._table_width, dtype=torch.int32, device=device
+        )
+        self._decode_rows = torch.arange(num_slots + 1, device=device)
+        self._decode_starts = self._decode_rows.int()
+        self.state = SlotState(
+            computed=self._computed,
+            last_tokens=self._last_tokens,
+            block_tables=self._block_tables,
+        )
+        self.sampling = SlotSampling(
+            temperatures=self._floats[_TEMPERATURE],
+            seeds=self._ints[_SEED],
+            top_k=self._ints[_TOP_K],
+            top_p=self._floats[_TOP_P],
+            min_p=self._floats[_MIN_P],
         )
         self._steady: BatchLayout | None = None
+        self._rows: tuple[BatchLayout, SamplingRows] | None = None  # those made last
 
     # ---- a plan comes
 
     def apply(self, plan: Plan) -> BatchLayout:
         """Takes over a plan's starts and block appends; returns what the step computes."""
-        if plan.starts:
-            self._start(plan.starts)
-        if plan.starts or plan.block_appends:
-            self._write_blocks(plan)
-        steady = self._steady
-        if steady is not None and steady.plan.decode_slots is plan.decode_slots and not plan.chunks:
-            self._steady = self._without_stale_ban(steady)
-            return self._steady
-        layout = self._lay_out(plan)
+        starts = self._note_starts(plan.starts) if plan.starts else []
+        blocks = self._note_blocks(plan) if plan.starts or plan.block_appends else []
+        layout = self._steady
+        if plan.starts or plan.chunks or layout is None or not layout.decodes_as(plan):
+            layout = None
+        host = self._host_layout(plan) if layout is None else None
+        arrays = [*starts, *blocks, *(_layout_arrays(host) if host else ())]
+        if arrays:
+            parts = iter(self._upload(arrays))
+            if starts:
+                self._write_starts(*itertools.islice(parts, len(starts)))
+            if blocks:
+                self._write_blocks(*itertools.islice(parts, len(blocks)))
+            if host:
+                layout = _layout(host, *parts)
+        assert layout is not None
         self._steady = None if plan.chunks else layout
         return layout
 
-    def _start(self, starts: Sequence[SlotStart]) -> None:
-        self._steady = None
+    def _note_starts(self, starts: Sequence[SlotStart]) -> list[Ints]:
         slots = np.array([start.slot for start in starts], dtype=np.int64)
         for start in starts:
             sampling = start.sampling
-            self._host_ints[start.slot] = (
-                start.num_computed_tokens,
+            self._host_computed[start.slot] = start.num_computed_tokens
+            self._host_ints[:, start.slot] = (
                 start.min_position - sampling.min_tokens,
                 start.min_position,
                 sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed,  # same bits
                 sampling.top_k,
             )
-            self._host_floats[start.slot] = (
+            self._host_floats[:, start.slot] = (
                 0.0 if sampling.greedy else sampling.temperature,
                 sampling.top_p,
                 sampling.min_p,
             )
             self._num_blocks[start.slot] = 0
             self._banned[start.slot] = start.banned_token_ids
-        device_slots = self._upload(slots)
-        self._ints.index_copy_(0, device_slots, self._upload(self._host_ints[slots]))
-        self._floats.index_copy_(0, device_slots, self._upload(self._host_floats[slots]))
+        floats = np.ascontiguousarray(self._host_floats[:, slots])
+        return [
+            slots,
+            self._host_computed[slots],
+            self._host_ints[:, slots].ravel(),
+            floats.view(np.int64).ravel(),
+        ]
 
-    def _write_blocks(self, plan: Plan) -> None:
+    def _write_starts(
+        self, slots: torch.Tensor, computed: torch.Tensor, ints: torch.Tensor, floats: torch.Tensor
+    ) -> None:
+        self._computed.index_copy_(0, slots, computed)
+        self._ints.index_copy_(1, slots, ints.view(-1, len(slots)))
+        floats = floats.view(torch.float64).view(-1, len(slots))
+        self._floats.index_copy_(1, slots, floats.float())
+
+    def _note_blocks(self, plan: Plan) -> list[Ints]:
         """Appends to the block tables, of starts in full and then of the others one by one."""
         places: list[int] = []
         block_ids: list[int] = []
@@ -133,147 +180,178 @@ class SlotTable:
             base = slot * self._table_width + first
             places.extend(range(base, base + len(new)))
             block_ids.extend(new)
-        where, what = self._upload(np.array((places, block_ids), dtype=np.int64))
-        self._block_tables.view(-1).index_copy_(0, where, what.int())
+        return [np.array(places, dtype=np.int64), np.array(block_ids, dtype=np.int64)]
 
-    def _lay_out(self, plan: Plan) -> BatchLayout:
+    def _write_blocks(self, places: torch.Tensor, block_ids: torch.Tensor) -> None:
+        self._block_tables.view(-1).index_copy_(0, places, block_ids.int())
+
+    def _host_layout(self, plan: Plan) -> HostLayout:
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
-        lens = [len(chunk.token_ids) for chunk in chunks]
-        query_lens = np.array(lens + [1] * num_decodes, dtype=np.int64)
+        assert all(chunk.start == self._host_computed[chunk.slot] for chunk in chunks)
         slots = np.array([*(chunk.slot for chunk in chunks), *plan.decode_slots], dtype=np.int64)
+        query_lens = np.ones(len(slots), dtype=np.int64)
+        query_lens[: len(chunks)] = [len(chunk.token_ids) for chunk in chunks]
         query_starts = np.zeros(len(slots) + 1, dtype=np.int64)
         query_lens.cumsum(out=query_starts[1:])
-        rows = np.repeat(np.arange(len(slots)), query_lens)
         samples = np.array([chunk.samples for chunk in chunks] + [True] * num_decodes, dtype=bool)
-        assert all(chunk.start == self._host_ints[chunk.slot, _COMPUTED] for chunk in chunks)
-        chunk_tokens = itertools.chain.from_iterable(chunk.token_ids for chunk in chunks)
-        parts = self._upload_together(
-            slots,
-            rows,
-            np.arange(len(rows)) - query_starts[rows],
-            query_starts,
-            np.fromiter(chunk_tokens, dtype=np.int64, count=sum(lens)),
-            query_starts[1:][samples] - 1,
-            slots[samples],
-        )
-        return BatchLayout(
+        sample_slots = slots[samples]
+        temperatures, top_p, min_p = self._host_floats[:, sample_slots]
+        filtered = (self._host_ints[_TOP_K, sample_slots] > 0) | (top_p < 1) | (min_p > 0)
+        return HostLayout(
             plan=plan,
-            host_slots=slots,
-            host_query_lens=query_lens,
-            query_lens=tuple(query_lens.tolist()),
-            slots=parts[0],
-            rows=parts[1],
-            offsets=parts[2],
-            query_starts=parts[3].int(),
-            chunk_token_ids=parts[4],
-            decode_slots=parts[0][len(chunks) :],
-            sample_rows=parts[5],
-            sample_slots=parts[6],
-            host_sample_slots=slots[samples],
-            sampling=self._sampling_rows(
-                slots[samples], parts[6], (self._host_ints[slots, _COMPUTED] + query_lens)[samples]
-            ),
+            slots=slots,
+            query_lens=query_lens,
+            query_starts=query_starts,
+            samples=samples,
+            sample_slots=sample_slots,
+            has_filters=bool((filtered & (temperatures > 0)).any()),
+            has_bans=any(self._banned[slot] for slot in sample_slots.tolist()),
         )
 
     # ---- the device's part of a step: from the slots' state to their next
 
     def batch(self, layout: BatchLayout) -> ForwardBatch:
         """The model's input, read from the slots' state."""
-        contexts = self._host_ints[layout.host_slots, _COMPUTED] + layout.host_query_lens
-        width = -(-int(contexts.max()) // self._block_size)
-        computed = self._computed[layout.slots]
-        positions = computed[layout.rows] + layout.offsets
-        block_tables = self._block_tables[:, :width].index_select(0, layout.slots)
-        blocks = block_tables[layout.rows, positions // self._block_size]
+        host = layout.host
+        slots = layout.slots[layout.rows]
+        positions = self._computed[slots] + layout.offsets
         rope_lens = None
         if self._dynamic_rope:
-            prompt_lens = self._ints[:, _PROMPT_LEN][layout.slots]
-            rope_lens = torch.maximum(prompt_lens[layout.rows], positions + 1)
-        last_tokens = self._last_tokens[layout.decode_slots]
+            rope_lens = torch.maximum(self._ints[_PROMPT_LEN, slots], positions + 1)
+        num_chunk_tokens = len(layout.chunk_token_ids)
+        blocks = self._block_tables[slots, positions // self._block_size].long()
         return ForwardBatch(
-            token_ids=torch.cat((layout.chunk_token_ids, last_tokens)),
+            token_ids=torch.cat(
+                (layout.chunk_token_ids, self._last_tokens[slots[num_chunk_tokens:]])
+            ),
             positions=positions,
-            kv_indices=blocks.long() * self._block_size + positions % self._block_size,
+            kv_indices=blocks * self._block_size + positions % self._block_size,
             query_starts=layout.query_starts,
             context_lens=(positions[layout.query_starts[1:] - 1] + 1).int(),
-            block_tables=block_tables,
+            block_tables=self._block_tables,
+            slots=layout.slots,
             sample_rows=layout.sample_rows,
-            num_decodes=len(layout.plan.decode_slots),
-            query_lens=layout.query_lens,
-            contexts=tuple(contexts.tolist()),
+            num_decodes=len(host.plan.decode_slots),
+            query_lens=tuple(host.query_lens.tolist()),
+            contexts=tuple((self._host_computed[host.slots] + host.query_lens).tolist()),
             rope_lens=rope_lens,
         )
 
-    def advance(self, layout: BatchLayout, batch: ForwardBatch, token_ids: torch.Tensor) -> None:
-        """Records that the batch is computed and `token_ids` [R] were sampled."""
-        self._host_ints[layout.host_slots, _COMPUTED] += layout.host_query_lens
-        self._computed.index_copy_(0, layout.slots, batch.context_lens.long())
-        self._last_tokens.index_copy_(0, layout.sample_slots, token_ids)
+    def decode_batch(self, slots: torch.Tensor, ops: SlotOps) -> ForwardBatch:
+        """The input of a step in which `slots` [n], some of them perhaps the padding slot, decode.
+        All that it reads from the host is n: a CUDA graph may record it."""
+        num_slots, inputs = len(slots), ops.read(slots, self.state)
+        return ForwardBatch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            kv_indices=inputs.kv_indices,
+            query_starts=self._decode_starts[: num_slots + 1],
+            context_lens=inputs.context_lens,
+            block_tables=self._block_tables,
+            slots=slots,
+            sample_rows=self._decode_rows[:num_slots],
+            num_decodes=num_slots,
+            query_lens=(1,) * num_slots,
+            contexts=(),
+        )
 
-    # ---- sampling parameters
+    def advance(
+        self, batch: ForwardBatch, sample_slots: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        """Records that the batch is computed and that `token_ids` [R] were sampled."""
+        self._computed.index_copy_(0, batch.slots, batch.context_lens.long())
+        self._last_tokens.index_copy_(0, sample_slots, token_ids)
 
-    def _sampling_rows(
-        self, slots: Ints, device_slots: torch.Tensor, positions: Ints
-    ) -> SamplingRows:
-        """How rows sample, given their slots (on host and device) and positions to sample."""
-        ban = self._ban(slots, positions)
-        random = np.flatnonzero(self._host_floats[slots, _TEMPERATURE] > 0)
+    def note_advance(self, layout: BatchLayout) -> None:
+        """The host's part of advance()."""
+        self._host_computed[layout.host.slots] += layout.host.query_lens
+
+    # ---- sampling parameters; both are asked before note_advance()
+
+    def has_bans(self, layout: BatchLayout) -> bool:
+        """Whether some row must not sample all ids yet; if not, `sampling` says all of the rows."""
+        return self._ban_rows(layout.host).size > 0
+
+    def sampling_rows(self, layout: BatchLayout) -> SamplingRows:
+        """How the rows sample; uploaded once, then kept while the batch stays."""
+        if self._rows is None or self._rows[0] is not layout:
+            self._rows = layout, self._make_sampling_rows(layout)
+        rows = self._rows[1]
+        if rows.ban is not None and not self.has_bans(layout):
+            rows = replace(rows, ban=None)
+            self._rows = layout, rows
+        return rows
+
+    def _make_sampling_rows(self, layout: BatchLayout) -> SamplingRows:
+        slots = layout.host.sample_slots
+        ban = self._ban(layout.host)
+        random = np.flatnonzero(self._host_floats[_TEMPERATURE, slots] > 0)
         if not len(random):
             return replace(ALL_GREEDY, ban=ban) if ban else ALL_GREEDY
-        top_k = self._host_ints[slots[random], _TOP_K]
-        with_top_k = np.flatnonzero(top_k > 0)
-        with_top_p = np.flatnonzero(self._host_floats[slots[random], _TOP_P] < 1)
-        random_rows, top_k_rows, top_p_rows = self._upload_together(random, with_top_k, with_top_p)
-        random_slots = device_slots[random_rows]
-        ints, floats = self._ints[random_slots], self._floats[random_slots]
-        has_min_p = bool((self._host_floats[slots[random], _MIN_P] > 0).any())
+        _, top_p, min_p = self._host_floats[:, slots[random]]
+        top_k = self._host_ints[_TOP_K, slots[random]]
+        with_top_k, with_top_p = np.flatnonzero(top_k > 0), np.flatnonzero(top_p < 1)
+        random_rows, top_k_rows, top_p_rows = self._upload((random, with_top_k, with_top_p))
+        random_slots = layout.sample_slots[random_rows]
+        ints, floats = self._ints[:, random_slots], self._floats[:, random_slots]
         return SamplingRows(
             random=random_rows,
-            temperatures=floats[:, _TEMPERATURE],
-            seeds=ints[:, _SEED],
+            temperatures=floats[_TEMPERATURE],
+            seeds=ints[_SEED],
             top_k_rows=top_k_rows if len(with_top_k) else None,
-            top_k=ints[top_k_rows, _TOP_K] if len(with_top_k) else None,
+            top_k=ints[_TOP_K, top_k_rows] if len(with_top_k) else None,
             max_top_k=int(top_k.max()),
             top_p_rows=top_p_rows if len(with_top_p) else None,
-            top_p=floats[top_p_rows, _TOP_P] if len(with_top_p) else None,
-            min_p=floats[:, _MIN_P] if has_min_p else None,
+            top_p=floats[_TOP_P, top_p_rows] if len(with_top_p) else None,
+            min_p=floats[_MIN_P] if (min_p > 0).any() else None,
             ban=ban,
         )
 
-    def _ban(self, slots: Ints, positions: Ints) -> Ban | None:
-        rows = np.flatnonzero(positions < self._host_ints[slots, _MIN_POSITION])
-        banned = [self._banned[slot] for slot in slots[rows].tolist()]
-        width = max(map(len, banned), default=0)
-        if not width:
+    def _ban_rows(self, host: HostLayout) -> Ints:
+        """The rows that must not sample all ids yet."""
+        if not host.has_bans:
+            return np.empty(0, dtype=np.int64)
+        positions = (self._host_computed[host.slots] + host.query_lens)[host.samples]
+        return np.flatnonzero(positions < self._host_ints[_MIN_POSITION, host.sample_slots])
+
+    def _ban(self, host: HostLayout) -> Ban | None:
+        rows = self._ban_rows(host)
+        if not rows.size:
             return None
-        token_ids = np.full((len(rows), width), -1, dtype=np.int64)
+        slots = host.sample_slots[rows]
+        banned = [self._banned[slot] for slot in slots.tolist()]
+        token_ids = np.full((len(rows), max(map(len, banned))), -1, dtype=np.int64)
         for row, ids in enumerate(banned):
             token_ids[row, : len(ids)] = ids
-        return Ban(
-            rows=self._upload(rows),
-            token_ids=self._upload(token_ids),
-            min_positions=self._upload(self._host_ints[slots[rows], _MIN_POSITION]),
-        )
+        min_positions = self._host_ints[_MIN_POSITION, slots]
+        parts = self._upload((rows, token_ids.ravel(), min_positions))
+        return Ban(rows=parts[0], token_ids=parts[1].view(len(rows), -1), min_positions=parts[2])
 
-    def _without_stale_ban(self, layout: BatchLayout) -> BatchLayout:
-        if layout.sampling.ban is None:
-            return layout
-        slots = layout.host_sample_slots
-        computed, min_position = self._host_ints[slots][:, (_COMPUTED, _MIN_POSITION)].T
-        if (computed + 1 < min_position).any():
-            return layout
-        return replace(layout, sampling=replace(layout.sampling, ban=None))
 
-    # ---- to the device
+def _layout_arrays(host: HostLayout) -> list[Ints]:
+    rows = np.repeat(np.arange(len(host.slots)), host.query_lens)
+    chunks = host.plan.chunks
+    tokens = itertools.chain.from_iterable(chunk.token_ids for chunk in chunks)
+    return [
+        host.slots,
+        rows,
+        np.arange(len(rows)) - host.query_starts[rows],
+        host.query_starts,
+        np.fromiter(tokens, dtype=np.int64, count=len(rows) - len(host.plan.decode_slots)),
+        host.query_starts[1:][host.samples] - 1,
+        host.sample_slots,
+    ]
 
-    def _upload_together(self, *arrays: Ints) -> tuple[torch.Tensor, ...]:
-        """Several int64 vectors in one copy."""
-        together = self._upload(np.concatenate(arrays))
-        ends = list(itertools.accumulate(len(array) for array in arrays))
-        return tuple(together[start:end] for start, end in zip([0, *ends], ends, strict=False))
 
-    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+def _layout(host: HostLayout, *parts: torch.Tensor) -> BatchLayout:
+    slots, rows, offsets, query_starts, chunk_token_ids, sample_rows, sample_slots = parts
+    return BatchLayout(
+        host=host,
+        slots=slots,
+        rows=rows,
+        offsets=offsets,
+        query_starts=query_starts.int(),
+        chunk_token_ids=chunk_token_ids,
+        sample_rows=sample_rows,
+        sample_slots=sample_slots,
+    )

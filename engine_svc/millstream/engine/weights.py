@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from millstream.engine.layers import Linear, ParameterPart, RMSNorm
 from millstream.engine.models import DecoderModel
-from millstream.engine.models.layers import Linear, ParameterPart, RMSNorm
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Residual add and RMSNorm in one pass over the hidden states.
+"""RMSNorm, with the residual added in the same pass or without: a row per program, in registers.
 
-The unfused pair reads and writes the hidden states four times; this kernel reads both inputs once
-and writes both outputs once, a row per program with the row in registers. Oracle and rounding:
-reference.add_rms_norm.
+The unfused pair reads and writes the hidden states four times; add_rms_norm reads both inputs once
+and writes both outputs once. Oracles and rounding: reference.add_rms_norm, reference.rms_norm. The
+layout of a row depends on its length only, so a row's result does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
+from millstream.kernels import pdl
+from millstream.kernels.pdl import launch_dependents, wait
+
 MAX_HIDDEN = 32768  # a row must fit one program's registers
-_ELEMENTS_PER_WARP = 512  # 16 per thread: two 16-byte loads in 16 bits
+# 8 per thread: one 16-byte load of 16-bit values, all of a decode's short rows in flight at once.
+_ELEMENTS_PER_WARP = 256
+_MAX_WARPS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_rms_norm_kernel(
+def _rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -27,20 +32,24 @@ def _add_rms_norm_kernel(
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    launch_dependents(PDL)
     # 64-bit, since row * stride passes 2^31 at 262,144 tokens of 8192.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     dtype = out_ptr.dtype.element_ty
 
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
-    tl.store(residual_ptr + row * residual_stride + column, total, mask=inside)
-    wide = total.to(tl.float32)
+    wait(PDL)
+    wide = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        residual = residual_ptr + row * residual_stride + column
+        total = (wide + tl.load(residual, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(residual, total, mask=inside)
+        wide = total.to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=0) / HIDDEN
     normed = (wide * tl.rsqrt(mean_square + eps)).to(dtype)
     out = (weight.to(tl.float32) * normed.to(tl.float32)).to(dtype)
@@ -57,11 +66,36 @@ def add_rms_norm(
     contiguous; all of one floating-point dtype on one device. Raises ValueError otherwise.
     """
     _check(x, residual, weight)
+    return _launch(x, residual, weight, eps, add=True)
+
+
+@add_rms_norm.register_fake
+def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    _check(x, residual, weight)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("millstream::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns RMSNorm(x) * weight as a new tensor; as add_rms_norm, but nothing is added."""
+    _check(x, x, weight)
+    return _launch(x, x, weight, eps, add=False)
+
+
+@rms_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    _check(x, x, weight)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, add: bool
+) -> torch.Tensor:
     num_tokens, hidden = x.shape
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     if num_tokens:
         block = triton.next_power_of_2(hidden)
-        _add_rms_norm_kernel[(num_tokens,)](
+        _rms_norm_kernel[(num_tokens,)](
             x,
             residual,
             weight,
@@ -72,15 +106,11 @@ def add_rms_norm(
             eps,
             HIDDEN=hidden,
             BLOCK=block,
-            num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), 16),
+            ADD=add,
+            num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MAX_WARPS),
+            **pdl.options(x.device),
         )
     return out
-
-
-@add_rms_norm.register_fake
-def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    _check(x, residual, weight)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _check(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:

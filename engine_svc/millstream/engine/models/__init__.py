@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from millstream.engine.attention import AttentionBackend
 from millstream.engine.model_config import ModelConfig
 from millstream.engine.models.decoder import DecoderModel
-from millstream.engine.models.rope import RotaryEmbedding
+from millstream.engine.ops import Ops
+from millstream.engine.rope import RotaryEmbedding
 
 __all__ = ["DecoderModel", "build_model"]
 
@@ -21,14 +21,14 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    attention: AttentionBackend,
+    ops: Ops,
 ) -> DecoderModel:
     """A model whose parameters have memory on `device` but no contents: weights.py fills them.
 
     It is laid out on the meta device first, so nothing is initialised only to be overwritten.
     """
     with torch.device("meta"):
-        model = _MODELS[config.family](config, attention).to(dtype)
+        model = _MODELS[config.family](config, ops).to(dtype)
     model.to_empty(device=device)
     if config.tie_word_embeddings:  # to_empty made two parameters of the one
         model.lm_head.weight = model.model.embed_tokens.weight

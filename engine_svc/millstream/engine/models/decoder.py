@@ -2,20 +2,20 @@
 
 token ids -> embedding -> layers -> norm -> LM head -> logits
 layer:  x + attention(norm(x)), then x + MLP(norm(x))
+
+Layers hand on two tensors: what is still to be added to the residual stream, and the stream; ops
+add where it costs least, in the projection before or in the norm after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream.engine.attention import AttentionBackend, KVCache, StepAttention
+from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.model_config import ModelConfig
-from millstream.engine.models.layers import (
+from millstream.engine.layers import (
     Embedding,
     FusedLinear,
     Layer,
@@ -24,7 +24,12 @@ from millstream.engine.models.layers import (
     ParameterPart,
     RMSNorm,
 )
-from millstream.engine.models.rope import RotaryEmbedding, rotate
+from millstream.engine.model_config import ModelConfig
+from millstream.engine.ops import Ops, StepOps
+from millstream.engine.rope import RotaryEmbedding
+
+# What is still to be added to the residual stream (None: nothing), and the stream itself.
+_Stream = tuple[Tensor | None, Tensor]
 
 
 class DecoderModel(nn.Module):
@@ -32,10 +37,10 @@ class DecoderModel(nn.Module):
 
     rope: RotaryEmbedding  # made after the parameters: it has contents, they come from a checkpoint
 
-    def __init__(self, config: ModelConfig, attention: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.config = config
-        self.attention = attention
+        self.ops = ops
         self.tied = config.tie_word_embeddings  # the LM head's weight is the embedding
         self.model = Decoder(config)
         self.lm_head = LMHead(
@@ -45,12 +50,10 @@ class DecoderModel(nn.Module):
         )
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """Logits [R, vocab_size] float32 of the tokens in batch.sample_rows; fills the KV cache."""
-        attention = self.attention.begin_step(batch, kv_cache)
-        cos, sin = self.rope(batch)
-        hidden = self.model(batch.token_ids, cos, sin, attention)
-        logits: Tensor = self.lm_head(self.model.norm(hidden.index_select(0, batch.sample_rows)))
-        return logits
+        """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype; fills
+        the KV cache."""
+        ops = self.ops.begin_step(batch, kv_cache, self.rope)
+        return ops.linear(self.model(batch, ops), self.lm_head)
 
     def checkpoint_parts(self) -> Iterator[tuple[str, ParameterPart]]:
         """Every tensor that a checkpoint must hold: its name, and where it goes."""
@@ -77,12 +80,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, token_ids: Tensor, cos: Tensor, sin: Tensor, attend: StepAttention) -> Tensor:
-        """The hidden states [T, hidden_size], before the final norm."""
-        x: Tensor = self.embed_tokens(token_ids)
+    def forward(self, batch: ForwardBatch, ops: StepOps) -> Tensor:
+        """The normed hidden states [R, hidden_size] of batch.sample_rows."""
+        residual: Tensor = self.embed_tokens(batch.token_ids)
+        x = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return x
+            x, residual = layer(x, residual, ops)
+        if len(batch.sample_rows) < len(residual):  # else they are all rows, in their order
+            residual = residual.index_select(0, batch.sample_rows)
+            x = None if x is None else x.index_select(0, batch.sample_rows)
+        return ops.add_norm(x, residual, self.norm)
 
 
 class DecoderLayer(nn.Module):
@@ -93,19 +100,18 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: StepAttention) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return output
+    def forward(self, x: Tensor | None, residual: Tensor, ops: StepOps) -> _Stream:
+        x = ops.add_norm(x, residual, self.input_layernorm)
+        x, residual = self.self_attn(x, residual, ops)
+        x = ops.add_norm(x, residual, self.post_attention_layernorm)
+        stream: _Stream = self.mlp(x, residual, ops)
+        return stream
 
 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self.qkv_proj = FusedLinear(
@@ -119,19 +125,10 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: StepAttention) -> Tensor:
-        #  heads of one token:  [ query 0 .. Hq )[ key 0 .. Hkv )[ value 0 .. Hkv )
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        keys_end = self.num_heads + self.num_kv_heads
-        query_key, value = heads[:, :keys_end], heads[:, keys_end:]
-        if self.qk_norm:
-            query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
-            query_key = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
-        query_key = rotate(query_key, cos, sin)
-        query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
-        attended = attend(self.index, query, key, value)
-        output: Tensor = self.o_proj(attended.reshape(x.shape[0], -1))
-        return output
+    def forward(self, x: Tensor, residual: Tensor, ops: StepOps) -> _Stream:
+        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
+        attended = ops.attend(self.index, ops.linear(x, self.qkv_proj), norms)
+        return ops.add_linear(attended, self.o_proj, residual)
 
 
 class MLP(nn.Module):
@@ -143,7 +140,5 @@ class MLP(nn.Module):
         )
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        output: Tensor = self.down_proj(F.silu(gate) * up)
-        return output
+    def forward(self, x: Tensor, residual: Tensor, ops: StepOps) -> _Stream:
+        return ops.add_linear(ops.swiglu(x, self.gate_up_proj), self.down_proj, residual)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.rope_config import RopeConfig, RopeType
@@ -84,8 +84,8 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
-class RotaryEmbedding(nn.Module):
-    """cos and sin of a step's tokens, computed once a step and shared by all layers.
+class RotaryEmbedding:
+    """cos and sin of a step's tokens, looked up once a step and shared by all layers.
 
     They are read from a table of `max_model_len` positions, the engine's limit rather than
     the config's; dynamic NTK computes them.
@@ -100,10 +100,10 @@ class RotaryEmbedding(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
         self.rope = rope
         self.head_dim = head_dim
         self.dtype = dtype
+        self.device = device
         self.table: Tensor | None = (
             None  # [max_model_len, head_dim]: cos of each frequency, then sin
         )
@@ -112,13 +112,17 @@ class RotaryEmbedding(nn.Module):
             positions = torch.arange(max_model_len, dtype=torch.float32)
             self.table = _cos_sin(torch.outer(positions, inv_freq), factor, dtype).to(device)
 
-    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, each [T, 1, head_dim], as `rotate` takes them."""
+    def angles(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """A table [n, head_dim], each row the cos and then the sin of every frequency, and which
+        row is whose: [T] int64."""
         if self.table is not None:
-            cos_sin = self.table.index_select(0, batch.positions)
-        else:
-            cos_sin = self._dynamic(batch)
-        cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+            return self.table, batch.positions
+        return self._dynamic(batch), torch.arange(len(batch.positions), device=self.device)
+
+    def cos_sin(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, each [T, 1, head_dim], as `rotate` takes them."""
+        table, rows = self.angles(batch)
+        cos, sin = table.index_select(0, rows).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def _dynamic(self, batch: ForwardBatch) -> Tensor:

@@ -90,19 +90,12 @@ class FusedLinear(Linear):
 
 
 class RMSNorm(Layer):
-    """Root-mean-square norm over the last dimension, rounding where transformers rounds."""
+    """The weight of a root-mean-square norm; ops compute it, often with the addition before it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = _parameter(size)
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)  # rounded before the weight multiplies
 
 
 class Embedding(Layer):
@@ -115,13 +108,10 @@ class Embedding(Layer):
 
 
 class LMHead(Linear):
-    """Hidden states to float32 logits; shares the embedding's weight when the two are tied."""
+    """Hidden states to logits; shares the embedding's weight when the two are tied."""
 
     def __init__(self, rows: int, size: int, *, tied_to: Embedding | None = None) -> None:
         super().__init__(size, rows, weight=tied_to.weight if tied_to is not None else None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
 
 
 def _parameter(*shape: int) -> nn.Parameter:

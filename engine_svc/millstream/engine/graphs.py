@@ -1,0 +1,121 @@
+"""Decode steps as CUDA graphs: everything from the slots' state to their next, in one launch.
+
+A graph has a fixed batch size; a batch takes the next larger one, filled up with the padding slot.
+Its only input is which slots decode, in a buffer on the device that is written when the batch
+changes. Graphs are recorded largest first into one memory pool, which the others then fit in.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from millstream.engine.slots import BatchLayout
+
+# Computes a decode step of slots [n], some of which may have filters; returns the sampled ids [n].
+# Reads nothing on the host but n.
+Decode = Callable[[torch.Tensor, bool], torch.Tensor]
+
+
+class Graph(Protocol):
+    """A recorded decode step."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Its output, which each replay overwrites."""
+
+    def replay(self) -> None: ...
+
+
+# Records a decode step, without an effect on slots other than the padding slot.
+Record = Callable[[Decode, torch.Tensor, bool], Graph]
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """The sizes that are worth a graph, ascending, `largest` among them."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest, 16)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+class DecodeGraphs:
+    """The graphs of one engine; used by one thread."""
+
+    def __init__(
+        self,
+        decode: Decode,
+        record: Record,
+        *,
+        sizes: Sequence[int],
+        padding_slot: int,
+        device: torch.device,
+    ) -> None:
+        self._decode = decode
+        self._record = record
+        self._sizes = sizes
+        self._padding_slot = padding_slot
+        self._graphs: dict[tuple[int, bool], Graph] = {}  # by size, with filters or not
+        self._slots = torch.full((sizes[-1],), padding_slot, device=device)
+        self._layout: BatchLayout | None = None  # whose slots are in the buffer
+
+    def record(self, budget_s: float) -> None:
+        """Records the largest graph and that of a single sequence, then others while there is time;
+        the rest are recorded when they are first needed."""
+        deadline = time.monotonic() + budget_s
+        first = (self._sizes[-1], self._sizes[0])
+        for size in (*first, *reversed(self._sizes[1:-1])):
+            if size in first or time.monotonic() < deadline:
+                self._graph(size, False)
+
+    def __call__(self, layout: BatchLayout) -> torch.Tensor:
+        """Runs a step of decodes alone; the sampled ids [n], which the next call overwrites."""
+        slots = layout.slots
+        size = self._sizes[bisect.bisect_left(self._sizes, len(slots))]
+        graph = self._graph(size, layout.host.has_filters)
+        if layout is not self._layout:
+            self._slots[: len(slots)].copy_(slots)
+            self._slots[len(slots) : size].fill_(self._padding_slot)
+            self._layout = layout
+        graph.replay()
+        return graph.token_ids[: len(slots)]
+
+    def _graph(self, size: int, filtered: bool) -> Graph:
+        graph = self._graphs.get((size, filtered))
+        if graph is None:
+            # Recording begins with a step that counts: none of a sequence's.
+            self._slots.fill_(self._padding_slot)
+            self._layout = None
+            graph = self._record(self._decode, self._slots[:size], filtered)
+            self._graphs[size, filtered] = graph
+        return graph
+
+
+class CudaGraphRecorder:
+    """Records graphs on the current stream, all in one memory pool: one may run at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> Graph:
+        decode(slots, filtered)  # compiles kernels, gives libraries their workspaces
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            token_ids = decode(slots, filtered)
+        finally:
+            graph.capture_end()
+        return _CudaGraph(graph, token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaGraph:
+    graph: torch.cuda.CUDAGraph
+    token_ids: torch.Tensor
+
+    def replay(self) -> None:
+        self.graph.replay()

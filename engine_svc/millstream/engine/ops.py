@@ -1,0 +1,127 @@
+"""The seam between models and what computes for them.
+
+Two implementations: TorchOps (torch_ops.py), for CPUs and as oracle, and TritonOps (triton_ops.py),
+for NVIDIA GPUs. Which one a runner uses is settled once, by hardware.resolve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from millstream.engine.attention import KVCache
+from millstream.engine.batch import ForwardBatch
+from millstream.engine.layers import Linear, RMSNorm
+from millstream.engine.rope import RotaryEmbedding
+
+
+class StepOps(Protocol):
+    """What the layers of one step call; n tokens.
+
+    The residual stream [n, hidden] is handed on with what is still to be added to it, or None: the
+    addition is part of the operation before (add_linear) or of the one after (add_norm).
+    """
+
+    def linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """A projection of [n, in_features]: [n, out_features]."""
+
+    def add_linear(
+        self, x: Tensor, layer: Linear, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """A projection that is to be added to the residual stream: what is still to be added,
+        and the stream."""
+
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Adds x, if there is one, to the residual stream in place; returns RMSNorm of the stream,
+        rounded where transformers rounds."""
+
+    def swiglu(self, x: Tensor, layer: Linear) -> Tensor:
+        """silu(gate) * up [n, size] of a projection [n, 2 * size], gates before ups."""
+
+    def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
+        """Attention of a layer for all tokens of the step, over the paged cache.
+
+        Norms the heads of query and key (where there are norms for it), rotates them, stores key
+        and value in the cache, attends.
+
+        Args:
+            qkv: [n, (Hq + 2 * Hkv) * D]: a token's query heads, then its key and value heads.
+        Returns:
+            [n, Hq * D].
+        """
+
+
+class Ops(Protocol):
+    """What a model and its runner call."""
+
+    def begin_step(self, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding) -> StepOps:
+        """Prepares once what all layers of a step share."""
+
+    @property
+    def on_slots(self) -> SlotOps | None:
+        """None: only batches that the host lays out can be computed, and rows sampled."""
+
+
+class SlotOps(Protocol):
+    """A step of decodes from the slots' state to their next, without the host: what a CUDA graph
+    holds besides the model."""
+
+    def read(self, slots: Tensor, state: SlotState) -> DecodeInputs:
+        """What the model reads when `slots` [n] compute a token each."""
+
+    def sample(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        table: SlotSampling,
+        *,
+        filtered: bool,
+    ) -> Tensor:
+        """One token id [R] int64 for each row of logits [R, V], as sampling.sample would; for rows
+        without bans.
+
+        Args:
+            positions: [R] int32 or int64, the index of the token to sample in prompt + output.
+            slots: [R] int64, entries of `table`.
+            filtered: some of the rows may have top-k, top-p or min-p.
+        """
+
+    def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
+        """Records that `slots` [n] computed a token each and sampled token_ids [n]; the padding
+        slot stays as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotState:
+    """What steps change of each slot, on the device; the last slot pads batches."""
+
+    computed: Tensor  # [slots] int64: computed tokens
+    last_tokens: Tensor  # [slots] int64: sampled last
+    block_tables: Tensor  # [slots, width] int32
+
+
+class DecodeInputs(Protocol):
+    """The tensors of a ForwardBatch, [n] each, that differ from step to step."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def kv_indices(self) -> Tensor: ...
+    @property
+    def context_lens(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSampling:
+    """How each slot samples: tables on the device, one entry a slot."""
+
+    temperatures: Tensor  # [slots] float32; 0: greedy
+    seeds: Tensor  # [slots] int64: the bits of an unsigned seed
+    top_k: Tensor  # [slots] int64; 0: off
+    top_p: Tensor  # [slots] float32; 1: off
+    min_p: Tensor  # [slots] float32; 0: off

@@ -1,0 +1,213 @@
+"""TritonOps: what layers compute, in millstream.kernels and cuBLAS, on NVIDIA GPUs.
+
+Nothing here waits for the device, and a step of decodes alone reads no length on the host: a CUDA
+graph of one batch size serves any lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from millstream.engine.attention import KVCache
+from millstream.engine.batch import ForwardBatch
+from millstream.engine.layers import Linear, RMSNorm
+from millstream.engine.model_config import ModelConfig
+from millstream.engine.ops import SlotSampling, SlotState
+from millstream.engine.rope import RotaryEmbedding
+from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
+from millstream.kernels.decode_state import DecodeInputs, advance_slots, read_slots
+from millstream.kernels.linear import Workspace, linear
+from millstream.kernels.linear_configs import Config, choose
+from millstream.kernels.paged_decode import PagedDecode, supports
+from millstream.kernels.paged_prefill import paged_prefill
+from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
+from millstream.kernels.sample import sample as gumbel_max
+from millstream.kernels.sample_filters import thresholds
+from millstream.kernels.silu_mul import silu_mul
+
+
+def unsupported(config: ModelConfig, block_size: int) -> str:
+    """Why there are no kernels for a model; "" if there are."""
+    if supports(config.num_heads, config.num_kv_heads, config.head_dim, block_size):
+        return ""
+    return (
+        f"no kernels for {config.num_heads} heads on {config.num_kv_heads} of {config.head_dim} "
+        f"and blocks of {block_size}"
+    )
+
+
+class TritonOps:
+    """An ops.Ops and its SlotOps; a decode kernel, with workspaces, for each of some batches."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        batch_sizes: Sequence[int],
+        block_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """batch_sizes: ascending; a batch is served by the next larger one."""
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._batch_sizes = batch_sizes
+        self._block_size, self._max_model_len = block_size, max_model_len
+        self._dtype, self._device = dtype, device
+        self._decodes: dict[int, PagedDecode] = {}
+        self.workspace = Workspace.create(device)
+
+    def begin_step(
+        self, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
+    ) -> TritonStepOps:
+        return TritonStepOps(self, batch, kv_cache, rope)
+
+    @property
+    def on_slots(self) -> TritonOps:
+        return self
+
+    def read(self, slots: Tensor, state: SlotState) -> DecodeInputs:
+        return read_slots(
+            slots, state.computed, state.last_tokens, state.block_tables, self._block_size
+        )
+
+    def sample(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        table: SlotSampling,
+        *,
+        filtered: bool,
+    ) -> Tensor:
+        least = None
+        if filtered:
+            least = thresholds(
+                logits, slots, table.temperatures, table.top_k, table.top_p, table.min_p
+            )
+        return gumbel_max(
+            logits, slots, positions, table.temperatures, table.seeds, thresholds=least
+        )
+
+    def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
+        advance_slots(slots, token_ids, state.computed, state.last_tokens)
+
+    def decode_for(self, num_sequences: int) -> PagedDecode:
+        size = next(size for size in self._batch_sizes if size >= num_sequences)
+        decode = self._decodes.get(size)
+        if decode is None:
+            decode = self._decodes[size] = PagedDecode(
+                size,
+                self.num_heads,
+                self.num_kv_heads,
+                self._head_dim,
+                self._block_size,
+                self._max_model_len,
+                self._device,
+                dtype=self._dtype,
+            )
+        return decode
+
+
+class TritonStepOps:
+    """An ops.StepOps. Chunks and decodes of a step are attended to by a kernel each."""
+
+    def __init__(
+        self, ops: TritonOps, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
+    ) -> None:
+        self._ops = ops
+        self._batch = batch
+        self._caches = kv_cache.layers
+        table, self._rows = rope.angles(batch)
+        self._cos, self._sin = table.chunk(2, dim=-1)
+        num_sequences = len(batch.slots)
+        self._num_chunks = num_sequences - batch.num_decodes
+        self._num_chunk_tokens = len(batch.token_ids) - batch.num_decodes
+        self._max_query_len = max(batch.query_lens[: self._num_chunks], default=0)
+        self._max_context = max(batch.contexts[: self._num_chunks], default=0)
+        self._decode: PagedDecode | None = None
+        if batch.num_decodes:
+            self._decode = ops.decode_for(batch.num_decodes)
+            self._decode.begin_step(
+                batch.block_tables,
+                batch.slots[self._num_chunks :],
+                batch.context_lens[self._num_chunks :],
+            )
+
+    def linear(self, x: Tensor, layer: Linear) -> Tensor:
+        config = self._kernel_for(x, layer)
+        if config is None:
+            return cast(Tensor, layer(x))
+        return linear(x, layer.weight, config, self._ops.workspace)
+
+    def add_linear(
+        self, x: Tensor, layer: Linear, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        config = self._kernel_for(x, layer)
+        if config is None:
+            return layer(x), residual
+        return None, linear(x, layer.weight, config, self._ops.workspace, residual=residual)
+
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
+        if x is None:
+            return cast(Tensor, rms_norm(residual, norm.weight, norm.eps))
+        return cast(Tensor, add_rms_norm(x, residual, norm.weight, norm.eps))
+
+    def swiglu(self, x: Tensor, layer: Linear) -> Tensor:
+        config = self._kernel_for(x, layer)
+        if config is None:
+            return cast(Tensor, silu_mul(layer(x)))
+        return linear(x, layer.weight, config, self._ops.workspace, swiglu=True)
+
+    def _kernel_for(self, x: Tensor, layer: Linear) -> Config | None:
+        """The configuration of a kernel for few rows; None: cuBLAS."""
+        if layer.bias is not None or x.dtype is torch.float32 or not len(x):
+            return None
+        return choose(len(x), *layer.weight.shape)
+
+    def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
+        keys, values = self._caches[layer]
+        q_norm, k_norm = norms or (None, None)
+        query = qk_norm_rope_store(
+            qkv,
+            q_norm.weight if q_norm else None,
+            k_norm.weight if k_norm else None,
+            q_norm.eps if q_norm else 0.0,
+            self._cos,
+            self._sin,
+            self._rows,
+            self._batch.kv_indices,
+            keys,
+            values,
+            num_heads=self._ops.num_heads,
+            num_kv_heads=self._ops.num_kv_heads,
+        )
+        if self._decode is None:
+            attended = self._prefill(query, keys, values)
+        elif not self._num_chunks:
+            attended = self._decode(query, keys, values)
+        else:
+            attended = torch.empty_like(query)
+            chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
+            attended[chunks] = self._prefill(query[chunks], keys, values)
+            self._decode(query[decodes], keys, values, attended[decodes])
+        return attended.view(len(qkv), -1)
+
+    def _prefill(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        batch, num_chunks = self._batch, self._num_chunks
+        return paged_prefill(
+            query,
+            keys,
+            values,
+            batch.block_tables,
+            batch.slots[:num_chunks],
+            batch.query_starts[: num_chunks + 1],
+            batch.context_lens[:num_chunks],
+            max_query_len=self._max_query_len,
+            max_context=self._max_context,
+        )

@@ -1,0 +1,64 @@
+"""Which shapes the attention kernels have, and how decode goes about each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
+HEAD_DIMS = (16, 32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+_FEW_SEQUENCES = 4
+
+
+def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
+    """Whether the attention kernels, of decode and prefill, have this shape."""
+    group, rest = divmod(num_heads, num_kv_heads)
+    shapes = head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
+    return rest == 0 and group <= MAX_GROUP and shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """How a program works through its item, and how many items there are to be."""
+
+    tile: int  # tokens taken at once
+    num_warps: int
+    num_stages: int  # tiles under way
+    tokens_are_rows: bool  # scores are K.Q^T (tile x 16), not Q.K^T (16 x tile)
+    tail_apart: bool  # the last tile has a loop of its own, so that the others need no masks
+    max_registers: int | None = None
+    items_per_multiprocessor: int = 4  # unless there are more sequences
+    longest_first: bool = True
+
+
+def choose_config(
+    batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> DecodeConfig:
+    """The configuration for up to `batch` sequences (measured: tests/bench/attention.py)."""
+    # A few sequences are cut into as many items as run at once: more would only cost combining.
+    items = 2 if batch <= _FEW_SEQUENCES else 4
+    if dtype.itemsize > 2:
+        return DecodeConfig(
+            tile=32, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False
+        )
+    if head_dim == 128 and num_heads <= 2 * num_kv_heads:
+        return DecodeConfig(
+            tile=64,
+            num_warps=4,
+            num_stages=3,
+            tokens_are_rows=True,
+            tail_apart=False,
+            max_registers=128,
+            items_per_multiprocessor=items,
+        )
+    return DecodeConfig(
+        tile=64,
+        num_warps=4,
+        num_stages=2 if head_dim == 128 else 3,
+        tokens_are_rows=False,
+        tail_apart=False,
+        max_registers=128 if head_dim == 128 else 168,
+        items_per_multiprocessor=items,
+    )

@@ -1,0 +1,250 @@
+"""y = x W^T for few rows: kernels that read the weights once, started before x is there.
+
+Decoding is bound by reading weights, and cuBLAS is far from that limit for matrices of a few
+megabytes. With dependent launch (pdl.py) the first weights are on their way while the kernel before
+still runs. A row alone is a matrix-vector product without tensor cores; more rows are padded tiles,
+some with K split over programs, the last of which to arrive adds the parts up in their order.
+An epilogue adds the residual, or turns gate and up into SwiGLU's output; for one row, RMSNorm can
+be part of it too. Which configuration for which shape, and where cuBLAS is better:
+linear_configs.py. Oracle and rounding: reference.linear.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from millstream.kernels import pdl
+from millstream.kernels.gemv import PLAIN, RESIDUAL, SWIGLU, Norm, gemv, swiglu_of, weight_rows
+from millstream.kernels.linear_configs import Config, Gemv, fits
+from millstream.kernels.pdl import launch_dependents, wait
+
+_PARTIAL_ELEMENTS = 1 << 20
+_COUNTERS = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Scratch of split-K, 4 MiB; for the kernels of one stream, one after the other."""
+
+    partials: torch.Tensor  # [_PARTIAL_ELEMENTS] float32
+    counters: torch.Tensor  # [_COUNTERS] int32: zero between kernels
+
+    @staticmethod
+    def create(device: torch.device) -> Workspace:
+        return Workspace(
+            partials=torch.empty(_PARTIAL_ELEMENTS, device=device),
+            counters=torch.zeros(_COUNTERS, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_tile(
+    sums: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    tile_m: tl.tensor,
+    tile_n: tl.tensor,
+    num_rows: tl.tensor,
+    residual_stride: tl.tensor,
+    out_stride: tl.tensor,
+    EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (m < num_rows)[:, None]
+    if EPILOGUE == 2:
+        n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out = swiglu_of(tl.reshape(sums, (BLOCK_M, BLOCK_N // 2, 2)), dtype)
+    else:
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        out = sums.to(dtype)
+        if EPILOGUE == 1:
+            residual = residual_ptr + m[:, None] * residual_stride + n[None, :]
+            added = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+            out = (out.to(tl.float32) + added).to(dtype)
+    tl.store(out_ptr + m[:, None] * out_stride + n[None, :], out, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _tile_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    out_stride: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    LATE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A tile of the output, or its share of one part of K.
+
+    STAGES 0: all weights of the program (up to four chunks) go to registers before the wait;
+    otherwise a pipelined loop. LATE: the next kernel starts after the loop, not at once.
+    """
+    if not LATE:
+        launch_dependents(PDL)
+    PART: tl.constexpr = K // SPLIT_K
+    CHUNKS: tl.constexpr = PART // BLOCK_K
+    #  program = (part * tiles of N + tile of N) * tiles of M + tile of M: those that share weights
+    #  are neighbours
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tile_m = tl.program_id(0) % tiles_m
+    tile_n = tl.program_id(0) // tiles_m % (N // BLOCK_N)
+    part = tl.program_id(0) // tiles_m // (N // BLOCK_N)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = part * PART + tl.arange(0, BLOCK_K)
+    weights = weight_ptr + weight_rows(n, N, EPILOGUE)[:, None] * K + k[None, :]
+    m = tl.minimum(tile_m * BLOCK_M + tl.arange(0, BLOCK_M), num_rows - 1)
+    xs = x_ptr + m[:, None] * x_stride + k[None, :]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if STAGES == 0:
+        weight_0 = tl.load(weights)
+        if CHUNKS > 1:
+            weight_1 = tl.load(weights + BLOCK_K)
+        if CHUNKS > 2:
+            weight_2 = tl.load(weights + 2 * BLOCK_K)
+        if CHUNKS > 3:
+            weight_3 = tl.load(weights + 3 * BLOCK_K)
+        wait(PDL)
+        sums = tl.dot(tl.load(xs), tl.trans(weight_0), sums)
+        if CHUNKS > 1:
+            sums = tl.dot(tl.load(xs + BLOCK_K), tl.trans(weight_1), sums)
+        if CHUNKS > 2:
+            sums = tl.dot(tl.load(xs + 2 * BLOCK_K), tl.trans(weight_2), sums)
+        if CHUNKS > 3:
+            sums = tl.dot(tl.load(xs + 3 * BLOCK_K), tl.trans(weight_3), sums)
+    else:
+        wait(PDL)
+        for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
+            weight = tl.load(weights + start)
+            x = tl.load(xs + start)
+            sums = tl.dot(x, tl.trans(weight), sums)
+    if LATE:
+        launch_dependents(PDL)
+    if SPLIT_K > 1:
+        tile = tile_n * tiles_m + tile_m
+        at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partials = partial_ptr + tile * (SPLIT_K * BLOCK_M * BLOCK_N) + at
+        tl.store(partials + part * (BLOCK_M * BLOCK_N), sums)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for other in tl.static_range(SPLIT_K):
+                # From L2: another program wrote it.
+                total += tl.load(partials + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            tl.store(counter_ptr + tile, 0)
+            _store_tile(
+                total, residual_ptr, out_ptr, tile_m, tile_n, num_rows, residual_stride,
+                out_stride, EPILOGUE, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    else:
+        _store_tile(
+            sums, residual_ptr, out_ptr, tile_m, tile_n, num_rows, residual_stride,
+            out_stride, EPILOGUE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: Config,
+    workspace: Workspace,
+    *,
+    residual: torch.Tensor | None = None,
+    swiglu: bool = False,
+    norm: Norm | None = None,
+) -> torch.Tensor:
+    """x W^T [M, N] as a new tensor; + residual [M, N], or SwiGLU's output [M, N / 2].
+
+    norm: RMSNorm(x) is what W multiplies, for one row (a Gemv) only; it saves a launch where a row
+    is one chunk, and costs registers where it is many.
+
+    x: [M, K]; weight: [N, K], contiguous; bfloat16 or float16, all of one dtype, rows of unit
+    stride. For SwiGLU the weight's first half is gate, the second up. config: of
+    linear_configs.choose. Raises ValueError if the shapes are not the configuration's.
+    """
+    _check(x, weight, config, residual, swiglu, norm)
+    num_rows, (size, depth) = x.shape[0], weight.shape
+    epilogue = SWIGLU if swiglu else PLAIN if residual is None else RESIDUAL
+    columns = size // 2 if swiglu else size
+    out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
+    shape = {"N": size, "K": depth, "EPILOGUE": epilogue}
+    if isinstance(config, Gemv):
+        gemv(x, weight, out, config, epilogue, residual, norm)
+        return out
+    tiles = triton.cdiv(num_rows, config.block_m) * (size // config.block_n)
+    if config.split_k > 1:
+        elements = tiles * config.split_k * config.block_m * config.block_n
+        if tiles > _COUNTERS or elements > _PARTIAL_ELEMENTS:
+            raise ValueError(f"{config} of {num_rows} x {size} does not fit the workspace")
+    _tile_kernel[(tiles * config.split_k,)](
+        x,
+        weight,
+        residual,
+        out,
+        workspace.partials,
+        workspace.counters,
+        num_rows,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        **shape,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k,
+        STAGES=config.stages,
+        LATE=config.late,
+        num_warps=config.num_warps,
+        **pdl.options(x.device),
+    )
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: Config,
+    residual: torch.Tensor | None,
+    swiglu: bool,
+    norm: Norm | None,
+) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.shape[0]:
+        raise ValueError(f"x, weight: {tuple(x.shape)}, {tuple(weight.shape)}, not [M, K], [N, K]")
+    if not fits(config, x.shape[0], *weight.shape):
+        raise ValueError(f"{config} does not fit {x.shape[0]} rows of {tuple(weight.shape)}")
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        raise ValueError(f"dtypes: {x.dtype}, {weight.dtype}")
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("x must have unit stride along K, and weight be contiguous")
+    if norm is not None:
+        if not isinstance(config, Gemv):
+            raise ValueError("a norm is fused for one row only")
+        if norm.weight.shape != weight.shape[1:] or norm.weight.dtype != x.dtype:
+            raise ValueError(f"norm: {norm.weight.dtype} of {tuple(norm.weight.shape)}")
+        if not norm.weight.is_contiguous():
+            raise ValueError("the norm's weight must be contiguous")
+    if residual is not None:
+        if swiglu or residual.shape != (x.shape[0], weight.shape[0]):
+            raise ValueError("a residual is [M, N], and not for SwiGLU")
+        if residual.dtype != x.dtype or residual.stride(1) != 1:
+            raise ValueError(f"residual: {residual.dtype}, strides {residual.stride()}")

@@ -1,0 +1,104 @@
+"""Which configuration linear.py's kernels take for which shape; None where cuBLAS is better.
+
+Measured on one H200 in a CUDA graph with distinct weights per layer and dependent launch (Triton
+3.6). Shapes that nobody measured have a rule for one row only: there reading the weights is all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MAX_ELEMENTS = 1 << 31  # of a weight: 32-bit offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemv:
+    """One row of x; block_n outputs per program, block_k weights of each at a time."""
+
+    block_n: int
+    block_k: int = 1024
+    num_warps: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Tiles of block_m x block_n; stages 0: weights in registers before x is there."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    stages: int = 0
+    split_k: int = 1
+    late: bool = False  # the next kernel starts after the loop
+
+
+Config = Gemv | Tile
+
+# (out_features, in_features) -> (up to so many rows, configuration), by rows.
+_MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
+    # Qwen3-0.6B: qkv
+    (4096, 1024): (
+        (1, Gemv(block_n=4)),
+        (16, Tile(block_m=16, block_n=64, block_k=512, num_warps=8)),
+        (64, Tile(block_m=64, block_n=32, block_k=128, stages=6)),
+        (128, Tile(block_m=64, block_n=64, block_k=128, stages=4)),
+        (256, Tile(block_m=128, block_n=64, block_k=128, stages=4, late=True)),
+    ),
+    # o
+    (1024, 2048): (
+        (1, Gemv(block_n=2, block_k=2048, num_warps=1)),
+        (16, Tile(block_m=16, block_n=32, block_k=256, num_warps=2, split_k=4)),
+        (64, Tile(block_m=32, block_n=64, block_k=512, num_warps=8, split_k=4, late=True)),
+        (128, Tile(block_m=64, block_n=16, block_k=128, stages=6, late=True)),
+        (256, Tile(block_m=64, block_n=64, block_k=128, stages=4, split_k=2, late=True)),
+    ),
+    # gate_up
+    (6144, 1024): (
+        (1, Gemv(block_n=4)),
+        (16, Tile(block_m=16, block_n=64, block_k=1024, num_warps=8)),
+        (64, Tile(block_m=64, block_n=64, block_k=128, stages=5)),
+        (128, Tile(block_m=128, block_n=64, block_k=128, stages=4)),
+        (256, Tile(block_m=128, block_n=64, block_k=64, stages=4)),
+    ),
+    # down
+    (1024, 3072): (
+        (1, Gemv(block_n=4, num_warps=4)),
+        (16, Tile(block_m=16, block_n=32, block_k=256, split_k=4)),
+        (64, Tile(block_m=64, block_n=16, block_k=128, stages=4, split_k=4, late=True)),
+        (128, Tile(block_m=64, block_n=64, block_k=128, stages=4, split_k=4, late=True)),
+        (256, Tile(block_m=64, block_n=64, block_k=128, stages=5, split_k=2, late=True)),
+    ),
+    # the LM head
+    (151936, 1024): (
+        (1, Gemv(block_n=4)),
+        (16, Tile(block_m=16, block_n=128, block_k=128, stages=4)),
+        (64, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
+    ),
+}
+_ONE_ROW = Gemv(block_n=4)
+
+
+def choose(num_rows: int, out_features: int, in_features: int) -> Config | None:
+    """The configuration for x [num_rows, in_features], weight [out_features, in_features].
+
+    None: use cuBLAS. For SwiGLU out_features counts gate and up.
+    """
+    measured = _MEASURED.get((out_features, in_features))
+    if measured is not None:
+        return next((config for most, config in measured if num_rows <= most), None)
+    if fits(_ONE_ROW, num_rows, out_features, in_features):
+        return _ONE_ROW
+    return None
+
+
+def fits(config: Config, num_rows: int, out_features: int, in_features: int) -> bool:
+    """Whether the configuration computes the shape: nothing but rows is masked."""
+    if out_features % config.block_n or out_features * in_features >= _MAX_ELEMENTS:
+        return False
+    if isinstance(config, Gemv):
+        return num_rows == 1 and in_features % config.block_k == 0
+    part, rest = divmod(in_features, config.split_k)
+    if rest or part % config.block_k:
+        return False
+    return config.stages > 0 or part // config.block_k <= 4

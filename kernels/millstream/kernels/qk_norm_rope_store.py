@@ -1,0 +1,231 @@
+"""From a packed QKV projection to attention's inputs, in one pass: RMSNorm over the heads of q and
+k, rotary embedding, q out, k and v into the paged cache.
+
+    one row of qkv:  [ query 0 .. Hq )[ key 0 .. Hkv )[ value 0 .. Hkv )   each head D wide
+
+A program takes a few heads of one token. A head is kept as its two halves, which are the two
+coordinates of each rotated frequency, so that the rotation needs no shuffle. Oracle and rounding:
+reference_attention.qk_norm_rope_store.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from millstream.kernels import pdl
+from millstream.kernels.pdl import launch_dependents, wait
+
+# Heads of a program: few at small batches, whose latency counts; more when programs are plenty.
+_FEW_TOKENS, _FEW_HEADS, _MANY_HEADS = 64, 4, 8
+
+
+# Indices may be slices: the kernel is not to be compiled again for an odd offset.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=["positions_ptr", "kv_indices_ptr"]
+)
+def _qk_norm_rope_store_kernel(
+    qkv_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    kv_indices_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_cache_ptr: tl.tensor,
+    value_cache_ptr: tl.tensor,
+    qkv_stride: tl.tensor,
+    rope_stride: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    TABLE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype = query_ptr.dtype.element_ty
+    column = tl.arange(0, HALF_BLOCK)
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (column < HALF)[None, :]
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    if NORM:
+        weight_inside = column < HALF
+        q_first = tl.load(q_weight_ptr + column, mask=weight_inside, other=0.0)
+        q_second = tl.load(q_weight_ptr + HALF + column, mask=weight_inside, other=0.0)
+        k_first = tl.load(k_weight_ptr + column, mask=weight_inside, other=0.0)
+        k_second = tl.load(k_weight_ptr + HALF + column, mask=weight_inside, other=0.0)
+    wait(PDL)
+
+    kv_index = tl.load(kv_indices_ptr + token)
+    rope_row = tl.load(positions_ptr + token).to(tl.int64) if TABLE else token
+    cos = tl.load(cos_ptr + rope_row * rope_stride + column, mask=column < HALF, other=0.0)
+    sin = tl.load(sin_ptr + rope_row * rope_stride + column, mask=column < HALF, other=0.0)
+    source = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM + column[None, :]
+    raw_first = tl.load(source, mask=inside, other=0.0)
+    raw_second = tl.load(source + HALF, mask=inside, other=0.0)
+    first, second = raw_first, raw_second
+
+    if NORM:
+        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+        squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        weight_first = tl.where(is_query[:, None], q_first[None, :], k_first[None, :])
+        weight_second = tl.where(is_query[:, None], q_second[None, :], k_second[None, :])
+        first = _product((wide_first * scale).to(dtype), weight_first)
+        second = _product((wide_second * scale).to(dtype), weight_second)
+    # Each product is rounded before the sum, as torch rounds it.
+    rotated_first = _product(first, cos[None, :]).to(tl.float32)
+    rotated_first -= _product(second, sin[None, :]).to(tl.float32)
+    rotated_second = _product(second, cos[None, :]).to(tl.float32)
+    rotated_second += _product(first, sin[None, :]).to(tl.float32)
+    out_first, out_second = rotated_first.to(dtype), rotated_second.to(dtype)
+
+    to_query = query_ptr + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
+    query_inside = inside & is_query[:, None]
+    tl.store(to_query, out_first, mask=query_inside)
+    tl.store(to_query + HALF, out_second, mask=query_inside)
+    # A padding row has a negative index: nothing may be stored for it.
+    stored = inside & (kv_index >= 0)
+    base = kv_index.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
+    to_key = key_cache_ptr + base + (head - NUM_HEADS)[:, None] * HEAD_DIM + column[None, :]
+    tl.store(to_key, out_first, mask=stored & is_key[:, None])
+    tl.store(to_key + HALF, out_second, mask=stored & is_key[:, None])
+    value_head = head - NUM_HEADS - NUM_KV_HEADS
+    to_value = value_cache_ptr + base + value_head[:, None] * HEAD_DIM + column[None, :]
+    tl.store(to_value, raw_first, mask=stored & is_value[:, None])
+    tl.store(to_value + HALF, raw_second, mask=stored & is_value[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """a * b, rounded to a's type."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    kv_indices: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """Returns the rotated query [T, Hq, D] and stores the rotated key and the value.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) * D], rows of unit stride and any distance.
+        q_weight, k_weight: [D], RMSNorm's weights over each head of q and k; None: no norm.
+        cos, sin: [max_len, D / 2], the table that `positions` indexes, or [T, D / 2], a row for
+            each token, with positions None. Rows of unit stride and one distance, such as the
+            halves of one [max_len, D] table.
+        positions: [T] int64 or int32, inside the table.
+        kv_indices: [T] int64 or int32, block * block_size + offset; negative: nothing is stored.
+        key_cache, value_cache: [blocks, block_size, Hkv, D] of one layer, contiguous.
+
+    All floating-point tensors have one dtype and device; raises ValueError otherwise. Mutates the
+    two caches.
+    """
+    num_tokens, head_dim = qkv.shape[0], key_cache.shape[-1]
+    _check(qkv, q_weight, k_weight, cos, sin, positions, kv_indices, key_cache, value_cache,
+           num_heads, num_kv_heads)  # fmt: skip
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if not num_tokens:
+        return query
+    all_heads = num_heads + 2 * num_kv_heads
+    half_block = triton.next_power_of_2(head_dim // 2)
+    heads, num_warps = heads_and_warps(num_tokens, half_block)
+    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
+        qkv,
+        q_weight if q_weight is not None else qkv,
+        k_weight if k_weight is not None else qkv,
+        cos,
+        sin,
+        positions if positions is not None else kv_indices,
+        kv_indices,
+        query,
+        key_cache,
+        value_cache,
+        qkv.stride(0),
+        cos.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF_BLOCK=half_block,
+        HEADS=heads,
+        NORM=q_weight is not None,
+        TABLE=positions is not None,
+        num_warps=num_warps,
+        **pdl.options(qkv.device),
+    )
+    return query
+
+
+def heads_and_warps(num_tokens: int, half_block: int) -> tuple[int, int]:
+    """Heads of a program, and its warps: a thread holds 8 elements of each half."""
+    heads = _FEW_HEADS if num_tokens <= _FEW_TOKENS else _MANY_HEADS
+    return heads, max(1, min(4, heads * half_block // 256))
+
+
+def _check(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    kv_indices: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    num_tokens, head_dim = qkv.shape[0], key_cache.shape[-1]
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape or head_dim % 2:
+        shapes = tuple(key_cache.shape), tuple(value_cache.shape)
+        raise ValueError(f"caches have shapes {shapes}, not [blocks, block_size, Hkv, D], D even")
+    if key_cache.shape[2] != num_kv_heads or not 0 < num_kv_heads <= num_heads:
+        raise ValueError(f"{num_heads} heads, {num_kv_heads} KV heads, {key_cache.shape[2]} cached")
+    if qkv.shape != (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim):
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}")
+    if kv_indices.shape != (num_tokens,) or (
+        positions is not None and positions.shape != (num_tokens,)
+    ):
+        raise ValueError("positions and kv_indices must have one entry for each token")
+    rows = cos.shape[0] if positions is not None else num_tokens
+    if cos.shape != (rows, head_dim // 2) or cos.shape != sin.shape:
+        raise ValueError(f"cos, sin have shapes {tuple(cos.shape)}, {tuple(sin.shape)}")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight must both be given or both be None")
+    weights = [w for w in (q_weight, k_weight) if w is not None]
+    if any(weight.shape != (head_dim,) for weight in weights):
+        raise ValueError(f"q_weight and k_weight must have shape [{head_dim}]")
+    floats = [qkv, *weights, cos, sin, key_cache, value_cache]
+    if len({tensor.dtype for tensor in floats}) != 1 or not qkv.is_floating_point():
+        raise ValueError(f"dtypes differ: {[tensor.dtype for tensor in floats]}")
+    indices = [kv_indices] if positions is None else [kv_indices, positions]
+    if any(index.dtype not in (torch.int32, torch.int64) for index in indices):
+        raise ValueError("positions and kv_indices must be int32 or int64")
+    if len({tensor.device for tensor in (*floats, *indices)}) != 1:
+        raise ValueError("the tensors are on different devices")
+    if cos.stride(0) != sin.stride(0) or any(t.stride(-1) != 1 for t in (*floats, *indices)):
+        raise ValueError("rows must have unit stride, and cos and sin the same distance of rows")
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        raise ValueError("key_cache and value_cache must be contiguous")

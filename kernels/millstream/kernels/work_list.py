@@ -1,0 +1,142 @@
+"""The work list of decode attention: which program attends to which tokens, made on the GPU.
+
+    context_lens  70  9 150        an even share of all tokens for each program, in whole tiles
+                  |   |  |
+    items   2:[0 64) 2:[64 128) 2:[128 150) 0:[0 64) 0:[64 70) 1:[0 9)        longest parts first
+
+A sequence is cut only where it is longer than the share, and then evenly. All layers of a step read
+the same list. Its size is bounded by the number of sequences and programs, not by lengths, so that
+a CUDA graph's grid serves any lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from millstream.kernels import pdl
+from millstream.kernels.pdl import launch_dependents, wait
+
+# Fields of an item, int32: row of the batch (-1: no item), slot, tokens [START, END), and the first
+# and the number of the items of its sequence.
+ROW, SLOT, START, END, FIRST, COUNT, FIELDS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
+
+_MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernel
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["batch", "num_programs", "capacity"],
+    # They may be slices: the kernel is not to be compiled again for an odd offset.
+    do_not_specialize_on_alignment=["context_lens_ptr", "slots_ptr"],
+)
+def _build_work_list_kernel(
+    context_lens_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    items_ptr: tl.tensor,
+    batch: tl.tensor,
+    num_programs: tl.tensor,
+    capacity: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    ITEM_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program for each sequence: each counts all sequences' items, and writes its own."""
+    wait(PDL)
+    row = tl.program_id(0)
+    rows = tl.arange(0, BATCH_BLOCK)
+    lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
+    share = tl.cdiv(tl.sum(lens, axis=0) * NUM_KV_HEADS, num_programs)
+    share = tl.maximum(tl.cdiv(share, TILE), 1) * TILE
+    parts = tl.maximum(tl.cdiv(lens, share), 1)
+    sizes = tl.maximum(tl.cdiv(tl.cdiv(lens, parts), TILE), 1) * TILE
+    # A sequence of no tokens (padding) is one empty item, for which attention writes zeros.
+    counts = tl.where(rows < batch, tl.maximum(tl.cdiv(lens, sizes), 1), 0)
+
+    mine = rows == row
+    length = tl.sum(tl.where(mine, lens, 0), axis=0)
+    size = tl.sum(tl.where(mine, sizes, 0), axis=0)
+    count = tl.sum(tl.where(mine, counts, 0), axis=0)
+    before = rows < row
+    if LONGEST_FIRST:
+        longest, my_longest = tl.minimum(sizes, lens), tl.minimum(size, length)
+        before = (longest > my_longest) | ((longest == my_longest) & before)
+    first = tl.sum(tl.where(before, counts, 0), axis=0)
+    slot = tl.load(slots_ptr + row).to(tl.int32)
+    for begin in range(0, count, ITEM_BLOCK):
+        part = begin + tl.arange(0, ITEM_BLOCK)
+        item = items_ptr + (first + part) * FIELDS
+        inside = part < count
+        tl.store(item + ROW, part * 0 + row, mask=inside)
+        tl.store(item + SLOT, part * 0 + slot, mask=inside)
+        tl.store(item + START, part * size, mask=inside)
+        tl.store(item + END, tl.minimum((part + 1) * size, length), mask=inside)
+        tl.store(item + FIRST, part * 0 + first, mask=inside)
+        tl.store(item + COUNT, part * 0 + count, mask=inside)
+    if row == 0:
+        for begin in range(tl.sum(counts, axis=0), capacity, ITEM_BLOCK):
+            unused = begin + tl.arange(0, ITEM_BLOCK)
+            tl.store(items_ptr + unused * FIELDS + ROW, unused * 0 - 1, mask=unused < capacity)
+    if PDL:
+        # Attention reads its item before its own wait. That is right since no kernel starts before
+        # all programs here have stored, and their stores are visible.
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
+        launch_dependents(PDL)
+
+
+class WorkList:
+    """The items of up to max_batch sequences, for about num_programs programs."""
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        num_kv_heads: int,
+        num_programs: int,
+        tile: int,
+        max_context: int,
+        longest_first: bool,
+        device: torch.device,
+    ) -> None:
+        self.max_batch = max_batch
+        self._num_kv_heads = num_kv_heads
+        self._num_programs = num_programs
+        self._tile = tile
+        self._longest_first = longest_first
+        # Lengths over the share, each rounded up: at most one item a sequence above the programs.
+        # That counts heads: an item is as many programs as there are KV heads.
+        longest_parts = triton.cdiv(max_context, tile)
+        spare = min(triton.cdiv(num_programs, num_kv_heads), max_batch * (longest_parts - 1))
+        self.capacity = max_batch + spare
+        self.items = torch.full((self.capacity, FIELDS.value), -1, dtype=torch.int32, device=device)
+
+    def build(self, slots: torch.Tensor, context_lens: torch.Tensor) -> None:
+        """slots: [B] int32 or int64; context_lens: [B] int32, contiguous. Raises ValueError."""
+        (batch,) = context_lens.shape
+        if not 0 < batch <= self.max_batch or slots.shape != (batch,):
+            raise ValueError(f"{batch} lengths, {slots.shape[0]} slots; at most {self.max_batch}")
+        if context_lens.dtype != torch.int32 or slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"lengths are {context_lens.dtype}, slots {slots.dtype}")
+        if not slots.is_contiguous() or not context_lens.is_contiguous():
+            raise ValueError("slots and context_lens must be contiguous")
+        _build_work_list_kernel[(batch,)](
+            context_lens,
+            slots,
+            self.items,
+            batch,
+            self._num_programs,
+            self.capacity,
+            NUM_KV_HEADS=self._num_kv_heads,
+            TILE=self._tile,
+            LONGEST_FIRST=self._longest_first,
+            BATCH_BLOCK=max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
+            ITEM_BLOCK=32,
+            num_warps=4,
+            **pdl.options(self.items.device),
+        )

@@ -1,0 +1,155 @@
+"""The engine on one GPU, in process, random weights: one JSON line for each figure.
+
+    python3 -m tests.bench.engine_gpu [--model qwen3-0.6b] [--only latency flagship ttft idle]
+
+latency: ms per token of one sequence, 128-token prompt, 512 tokens. flagship: the workload of
+millstream.client.workload, the second of two runs. ttft: the first token of a 1,000-token prompt on
+an idle engine. idle: the share of 50 steady steps at batch 256 in which no kernel runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from millstream.client.workload import Workload
+from millstream.engine import LLM, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--only", nargs="+", default=["latency", "ttft", "flagship", "idle"])
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of idle's steps")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    torch.cuda.init()
+    cuda_s = time.perf_counter() - started
+    llm = LLM(
+        arguments.model,
+        load_format="dummy",
+        enforce_eager=arguments.enforce_eager,
+        attention_backend=arguments.attention_backend,
+        max_num_seqs=arguments.max_num_seqs,
+    )
+    report(
+        "startup",
+        seconds=time.perf_counter() - started,
+        cuda_s=cuda_s,
+        num_blocks=llm.info.num_blocks,
+    )
+    measures = {
+        "latency": lambda: latency(llm),
+        "ttft": lambda: ttft(llm),
+        "flagship": lambda: flagship(llm, arguments.runs),
+        "idle": lambda: idle(llm, arguments.profile),
+    }
+    for name in arguments.only:
+        measures[name]()
+    free, total = torch.cuda.mem_get_info()
+    report("memory", free_gib=free / 2**30, total_gib=total / 2**30)
+
+
+def report(name: str, **figures: Any) -> None:
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
+    print(json.dumps({"bench": name, **rounded}), flush=True)
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10_000) for _ in range(length)]
+
+
+def generate(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> float:
+    """Runs prompts greedily; returns seconds."""
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
+    started = time.perf_counter()
+    llm.generate(list(prompts), params, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+def latency(llm: LLM, tokens: int = 512) -> None:
+    generate(llm, [random_prompt(128, 0)], 8)
+    runs = []
+    for seed in range(1, 4):
+        first = generate(llm, [random_prompt(128, seed)], 1)
+        whole = generate(llm, [random_prompt(128, 100 + seed)], tokens)
+        runs.append(1e3 * (whole - first) / (tokens - 1))
+    report("latency", ms_per_token=statistics.median(runs), runs=[round(r, 4) for r in runs])
+
+
+def ttft(llm: LLM) -> None:
+    times = [1e3 * generate(llm, [random_prompt(1000, 10 + seed)], 1) for seed in range(8)]
+    report("ttft", ms=statistics.median(times[3:]), first_ms=times[0])
+
+
+def flagship(llm: LLM, num_runs: int) -> None:
+    drawn = Workload().draw()
+    for run in range(num_runs):
+        requests = drawn.shifted(7 * run, llm.info.vocab_size)
+        started = time.perf_counter()
+        outputs = llm.generate(requests.prompts, requests.params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        tokens = sum(len(output["token_ids"]) for output in outputs)
+        report("flagship", run=run + 1, tokens_per_s=tokens / seconds, seconds=seconds)
+
+
+def idle(llm: LLM, print_kernels: bool, batch: int = 256, steps: int = 50) -> None:
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=steps + 60)
+    batch = min(batch, llm.info.max_num_seqs)
+    for index in range(batch):
+        llm.add_request(random_prompt(500, 1000 + index), params)
+    while llm.stats().generation_tokens == 0:
+        llm.step()
+    for _ in range(40):
+        llm.step()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps // 5):
+        llm.step()
+    plain_ms = 1e3 * (time.perf_counter() - started) / (steps // 5)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.synchronize()
+        for _ in range(steps):
+            llm.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy = 0.0
+    end = spans[0][0]
+    for start, stop in spans:  # dependent launches overlap: the union of spans
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    wall = end - spans[0][0]
+    report(
+        "idle",
+        batch=batch,
+        step_ms=plain_ms,
+        profiled_step_ms=1e-3 * wall / steps,
+        busy_ms=1e-3 * busy / steps,
+        idle_share=1 - busy / wall,
+        kernels_per_step=len(spans) / steps,
+    )
+    if print_kernels:
+        print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25))
+    while not llm.is_finished():
+        llm.step()
+
+
+if __name__ == "__main__":
+    main()

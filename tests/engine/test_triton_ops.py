@@ -1,0 +1,158 @@
+"""The engine on its Triton kernels: in the interpreter on a CPU, natively under -m gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny_models import make_tiny_model
+
+from millstream.engine.config import EngineConfig
+from millstream.engine.core import EngineCore
+from millstream.engine.graphs import Decode, DecodeGraphs, batch_sizes
+from millstream.engine.request import Request, Sampling
+from millstream.engine.runner import ModelRunner, create
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [9] * 17, list(range(3, 40)), [100], [5, 6, 7, 8]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+
+
+def load(folder: Path, **options: Any) -> ModelRunner:
+    options = {"device": "cpu", "block_size": 16, "max_num_seqs": 6, **options}
+    options.setdefault("kv_cache_bytes", 1 << 22)
+    return create(EngineConfig(**options), folder)
+
+
+def run(
+    runner: ModelRunner, prompts: list[list[int]], sampling: Sampling | list[Sampling]
+) -> list[list[int]]:
+    """Outputs, through an EngineCore."""
+    core = EngineCore(runner, prefix_caching=True)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for key, prompt in enumerate(prompts):
+        each = sampling[key] if isinstance(sampling, list) else sampling
+        core.submit(Request(key=key, token_ids=prompt, sampling=each))
+    while core.has_work:
+        record = core.step()
+        for key, token_id in zip(record.keys, record.token_ids, strict=True):
+            outputs[key].append(token_id)
+    return outputs
+
+
+class FakeGraph:
+    """Computes when it is replayed."""
+
+    def __init__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> None:
+        decode(slots, filtered)  # as when a graph is recorded
+        self.decode, self.slots, self.filtered = decode, slots, filtered
+        self.token_ids = torch.empty(0)
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.token_ids = self.decode(self.slots, self.filtered)
+        self.replays += 1
+
+
+def add_fake_graphs(runner: ModelRunner) -> DecodeGraphs:
+    with torch.inference_mode():
+        runner._graphs = DecodeGraphs(
+            runner._decode,
+            FakeGraph,
+            sizes=runner._resolved.batch_sizes,
+            padding_slot=runner._slots.padding_slot,
+            device=CPU,
+        )
+    return runner._graphs
+
+
+GREEDY = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("budget", [None, 10])
+def test_triton_gives_torchs_tokens(family: str, budget: int | None, tmp_path: Path) -> None:
+    """Chunks, decodes and both in one step."""
+    model_dir = make_tiny_model(tmp_path, family, seed=3, num_hidden_layers=1)
+    expected = run(load(model_dir, max_num_batched_tokens=budget), PROMPTS, GREEDY)
+    triton = load(model_dir, attention_backend="triton", max_num_batched_tokens=budget)
+    assert run(triton, PROMPTS, GREEDY) == expected
+
+
+def test_seeded_sampling_is_torchs(folder: Path) -> None:
+    """Greedy and random rows by slot in the kernel; as soon as one has a filter, all by torch."""
+    samplings = [
+        Sampling(max_tokens=4 + i, temperature=0.7 * (i % 3), seed=i, ignore_eos=True)
+        for i in range(4)
+    ]
+    samplings.append(Sampling(max_tokens=3, temperature=1.0, top_k=20, seed=9, ignore_eos=True))
+    expected = run(load(folder), PROMPTS, samplings)
+    triton = load(folder, attention_backend="triton")
+    assert run(triton, PROMPTS, samplings) == expected
+    add_fake_graphs(triton)
+    assert run(triton, PROMPTS, samplings) == expected
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 5])
+def test_row_40_every_batch_size_is_served(folder: Path, max_num_seqs: int) -> None:
+    """From the largest batch down to one, by graphs of 1, 2, 4 and the largest."""
+    samplings = [
+        Sampling(max_tokens=2 + i, temperature=0.0, ignore_eos=True) for i in range(len(PROMPTS))
+    ]
+    expected = run(load(folder), PROMPTS, samplings)
+    triton = load(folder, attention_backend="triton", max_num_seqs=max_num_seqs)
+    graphs = add_fake_graphs(triton)
+    assert run(triton, PROMPTS, samplings) == expected
+    assert sum(graph.replays for graph in graphs._graphs.values()) >= 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 17, 20, 33, 250, 256, 300, 1024])
+def test_row_40_the_largest_batch_has_a_size(largest: int) -> None:
+    sizes = batch_sizes(largest)
+    assert sizes[-1] == largest and sizes == sorted(set(sizes)) and sizes[0] == 1
+    for batch in range(1, largest + 1):
+        size = next(size for size in sizes if size >= batch)
+        assert size - batch < (2 if batch <= 4 else 8 if batch <= 256 else 16)
+
+
+def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:
+    """A batch of 3 in a graph of 4, the cache full of NaN: 50 steps write the sequences' own tokens
+    and the scratch block; the padding slot stays at position 0."""
+    runner = load(folder, attention_backend="triton")
+    graphs = add_fake_graphs(runner)
+    prompts = PROMPTS[:3]
+    sampling = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
+    expected = run(load(folder), prompts, sampling)
+    with torch.inference_mode():
+        runner._kv_cache.data.fill_(float("nan"))
+    assert run(runner, prompts, sampling) == expected
+    assert [*graphs._graphs] == [(4, False)]
+    written = runner._kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
+    per_block = written.all(0).all(0).view(-1, 16).sum(1).tolist()
+    assert written.any(0).any(0).sum() == sum(per_block), "a token has both key and value"
+    assert per_block[0] == 1, "the padding slot is at position 0 of the scratch block"
+    assert sum(per_block[1:]) == sum(len(prompt) + 50 - 1 for prompt in prompts)
+    padding = runner._slots.padding_slot
+    assert runner._slots._computed[padding] == runner._slots._last_tokens[padding] == 0
+    assert not runner._slots._block_tables[padding].any()
+
+
+def test_a_steady_batch_writes_the_graphs_input_once(folder: Path) -> None:
+    runner = load(folder, attention_backend="triton")
+    graphs = add_fake_graphs(runner)
+    layouts = []
+    call = graphs.__call__
+
+    def spy(layout: Any) -> torch.Tensor:
+        layouts.append(layout)
+        return call(layout)
+
+    runner._graphs = spy  # type: ignore[assignment]
+    run(runner, PROMPTS[:2], GREEDY)
+    assert len(layouts) == 4 and len(set(map(id, layouts))) == 1

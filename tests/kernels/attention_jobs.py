@@ -1,0 +1,97 @@
+"""The attention kernels as compile_sm90 takes them: what ships, by shape and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from millstream.kernels import (
+    paged_decode,
+    paged_decode_kernel,
+    paged_prefill,
+    qk_norm_rope_store,
+    work_list,
+)
+from millstream.kernels.paged_prefill import PrefillConfig
+
+BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+HEADS = [(16, 8, 128), (40, 8, 128), (32, 4, 128), (9, 3, 64), (32, 8, 64)]
+
+
+def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    lists = {"TILE": 64, "LONGEST_FIRST": True, "BATCH_BLOCK": 256, "ITEM_BLOCK": 32}
+    arguments: tuple[Any, ...] = (I32, I64, I32, 5, 528, 322)
+    yield work_list._build_work_list_kernel, arguments, {"NUM_KV_HEADS": 8, **lists}
+    for heads in HEADS:
+        for block_size in (64, 16):
+            for batch in (1, 256):
+                yield decode_job(*heads, block_size, batch)
+            for max_query_len in (16, 1024):
+                config = paged_prefill.choose_config(max_query_len, BF16)
+                yield prefill_job(*heads, block_size, config)
+    for num_tokens in (1, 256):
+        yield store_job(num_tokens)
+
+
+def decode_job(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, batch: int
+) -> Any:
+    config = paged_decode.choose_config(batch, num_heads, num_kv_heads, head_dim, BF16)
+    group = num_heads // num_kv_heads
+    heads = triton.next_power_of_2(group)
+    arguments = (BF16, BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, 64, 0.1)
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK": block_size,
+        "TILE": config.tile,
+        "NUM_STAGES": config.num_stages,
+        "TOKENS_ARE_ROWS": config.tokens_are_rows,
+        "TAIL_APART": config.tail_apart,
+        "COMBINE_HEADS": heads,
+        "COMBINE_PARTS": paged_decode.combine_parts(config.num_warps, heads),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.max_registers is not None:
+        constants["maxnreg"] = config.max_registers
+    return paged_decode_kernel.paged_decode_kernel, arguments, constants
+
+
+def prefill_job(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, config: PrefillConfig
+) -> Any:
+    arguments = (BF16, BF16, BF16, BF16, I32, I64, I32, I32, 5, 64, 0.1)
+    constants = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK": block_size,
+        "QUERY_TILE": config.query_tile,
+        "KEY_TILE": config.key_tile,
+        "NUM_STAGES": config.num_stages,
+        "SEQUENCES_BLOCK": 64,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return paged_prefill._paged_prefill_kernel, arguments, constants
+
+
+def store_job(num_tokens: int) -> Any:
+    heads, warps = qk_norm_rope_store.heads_and_warps(num_tokens, 64)
+    arguments = (BF16, BF16, BF16, BF16, BF16, I64, I64, BF16, BF16, BF16, 4096, 128, 1e-6)
+    constants = {
+        "NUM_HEADS": 16,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": 128,
+        "HALF_BLOCK": 64,
+        "HEADS": heads,
+        "NORM": True,
+        "TABLE": True,
+        "num_warps": warps,
+    }
+    return qk_norm_rope_store._qk_norm_rope_store_kernel, arguments, constants

@@ -1,0 +1,162 @@
+"""Compiles the kernels that ship for Hopper on a machine without a GPU, and reads what ptxas says.
+
+    python -m tests.kernels.compile_sm90
+
+Prints a line per kernel and configuration: registers, bytes spilled, bytes of shared memory; exits
+with 1 if one spills or asks for more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tests.kernels.attention_jobs import attention_jobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from millstream.kernels import (
+    add_rms_norm,
+    decode_state,
+    gemv,
+    linear,
+    sample,
+    sample_filters,
+    silu_mul,
+)
+from millstream.kernels.linear_configs import _MEASURED, Gemv
+
+_SHARED_BYTES = 227 * 1024
+BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+
+Job = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, constants
+
+
+class Hopper:
+    """Stands in for a driver; only the target of the compiler is asked for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def jobs() -> Iterator[Job]:
+    norm = add_rms_norm._rms_norm_kernel
+    for hidden in (1024, 5120, 8192):
+        block = triton.next_power_of_2(hidden)
+        for add in (True, False):
+            sizes = {"HIDDEN": hidden, "BLOCK": block, "ADD": add}
+            warps = min(max(block // 256, 1), 16)
+            yield norm, (BF16,) * 4 + (hidden,) * 3 + (1e-6,), {**sizes, "num_warps": warps}
+    swiglu = {"SIZE": 3072, "BLOCK": silu_mul._BLOCK, "num_warps": silu_mul._NUM_WARPS}
+    yield silu_mul._silu_mul_kernel, (BF16, BF16, 6144, 3072), swiglu
+    for rows in (1, 256):
+        sizes = {"ROWS": decode_state._ROWS, "num_warps": 1}
+        yield (
+            decode_state._read_kernel,
+            (I64, I64, I64, I32, I64, I32, 640, rows),
+            {**sizes, "BLOCK_SIZE": 64},
+        )
+        yield decode_state._advance_kernel, (I64, I64, I64, I64, 256, rows), sizes
+    yield from samplers()
+    yield from attention_jobs()
+    for (size, depth), configs in _MEASURED.items():
+        for rows, config in configs:
+            yield linear_job(rows, size, depth, config)
+    for size, depth in ((34816, 5120), (5120, 17408)):
+        yield linear_job(1, size, depth, Gemv(block_n=4))
+
+
+def samplers() -> Iterator[Job]:
+    for logits in (BF16, F32):
+        for extra in (True, False):
+            tables = (F32, I64, I64) if extra else (None, None, None)
+            pointers = (logits, I64, I64, F32, I64, *tables, F32, F32, I32)
+            constants = {"BAN_WIDTH": 4 * extra, "HAS_THRESHOLDS": extra, "BLOCK": sample.BLOCK}
+            yield (
+                sample._blocks_kernel,
+                (*pointers, 151_936, 3, 5, 4, 5, 151_936),
+                {**constants, "NATIVE": True, "num_warps": sample._NUM_WARPS},
+            )
+        yield (
+            sample_filters._thresholds_kernel,
+            (logits, I64, F32, I64, F32, F32, F32, 151_936, 3, 5, 3, 3, 151_936),
+            {"STEP": sample_filters._STEP, "num_warps": sample_filters._NUM_WARPS},
+        )
+    arguments = (I64, F32, F32, F32, I32, I64, 3, 151_936, 75)
+    yield sample._reduce_kernel, arguments, {"WIDTH": 128, "num_warps": 1}
+
+
+def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
+    """With the epilogue of the matrix's role, and a row's norm where its product can take it in."""
+    epilogue = {6144: gemv.SWIGLU, 34816: gemv.SWIGLU, 1024: gemv.RESIDUAL}.get(size, gemv.PLAIN)
+    residual = BF16 if epilogue == gemv.RESIDUAL else None
+    constants = {"N": size, "K": depth, "EPILOGUE": epilogue, "num_warps": config.num_warps}
+    constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    if isinstance(config, Gemv):
+        norm = BF16 if residual is None else None
+        arguments: tuple[Any, ...] = (BF16, BF16, residual, norm, BF16, 1e-6)
+        return gemv._gemv_kernel, arguments, {**constants, "NORM": norm is not None}
+    arguments = (BF16, BF16, residual, BF16, F32, I32, rows, depth, size if residual else 0, size)
+    constants |= {"BLOCK_M": config.block_m, "SPLIT_K": config.split_k}
+    return (
+        linear._tile_kernel,
+        arguments,
+        {
+            **constants,
+            "STAGES": config.stages,
+            "LATE": config.late,
+        },
+    )
+
+
+def compile_one(job: Job) -> tuple[int, int, int]:
+    """Registers, spilled bytes and bytes of shared memory."""
+    kernel, arguments, constants = job
+    compiled = kernel.warmup(*arguments, grid=(1,), PDL=True, launch_pdl=True, **constants)
+    ptx = compiled.asm["ptx"]
+    architecture = "sm_90a" if "sm_90a" in ptx else "sm_90"
+    ptxas = next(Path(triton.__file__).parent.rglob("ptxas"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [ptxas, "-v", f"-arch={architecture}", path, "-o", path.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
+    return (
+        registers,
+        sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        compiled.metadata.shared,
+    )
+
+
+def main() -> int:
+    driver.set_active(Hopper())
+    failed = 0
+    for job in jobs():
+        registers, spilled, shared = compile_one(job)
+        bad = spilled > 0 or shared > _SHARED_BYTES
+        failed |= bad
+        constants = " ".join(f"{key}={value}" for key, value in job[2].items())
+        print(
+            f"{'BAD ' if bad else ''}{job[0].fn.__name__}: {registers} registers, "
+            f"{spilled} spilled, {shared} shared: {constants}",
+            flush=True,
+        )
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""linear against its oracle: small shapes in Triton's interpreter, all configurations natively."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from millstream.kernels import reference
+from millstream.kernels.gemv import Norm
+from millstream.kernels.linear import Workspace, linear
+from millstream.kernels.linear_configs import _MEASURED, Config, Gemv, Tile, choose, fits
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EPILOGUES = ["plain", "residual", "swiglu"]
+SMALL: list[tuple[int, Config]] = [
+    (1, Gemv(block_n=4, block_k=128)),
+    (1, Gemv(block_n=2, block_k=64, num_warps=1)),  # six chunks: two in the loop
+    (1, Tile(block_m=16, block_n=32, block_k=128, num_warps=2)),
+    (7, Tile(block_m=16, block_n=16, block_k=128)),
+    (16, Tile(block_m=16, block_n=32, block_k=32, split_k=3)),
+    (33, Tile(block_m=16, block_n=32, block_k=64, split_k=2)),
+    (20, Tile(block_m=32, block_n=16, block_k=64, stages=3)),
+    (70, Tile(block_m=64, block_n=32, block_k=64, stages=4, split_k=3, late=True)),
+]
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def tensors(
+    rows: int, size: int, depth: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows + size * 3 + depth * 7)
+    x = torch.randn(rows, depth, generator=generator)
+    weight = torch.randn(size, depth, generator=generator) / depth**0.5
+    residual = torch.randn(rows, size, generator=generator)
+    return x.to(device, dtype), weight.to(device, dtype), residual.to(device, dtype)
+
+
+def check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    config: Config,
+    epilogue: str,
+    workspace: Workspace,
+) -> None:
+    added = residual if epilogue == "residual" else None
+    swiglu = epilogue == "swiglu"
+    got = linear(x, weight, config, workspace, residual=added, swiglu=swiglu)
+    expected = reference.linear(x, weight, added, swiglu=swiglu)
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    # Each of the roundings may fall to the other side.
+    step = 2 * torch.finfo(x.dtype).eps
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        step *= 6  # the interpreter cuts bfloat16 off where a GPU rounds, all to one side
+    torch.testing.assert_close(got, expected, rtol=step, atol=step)
+    difference = (got.double() - expected.double()).norm() / expected.double().norm()
+    assert difference < step / 4
+    assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(("rows", "config"), SMALL, ids=str)
+def test_equals_the_oracle(
+    device: str, rows: int, config: Config, epilogue: str, dtype: torch.dtype
+) -> None:
+    if device == "cpu" and dtype == torch.bfloat16 and isinstance(config, Tile):
+        pytest.skip("the interpreter multiplies the bits of bfloat16 operands of tl.dot")
+    workspace = Workspace.create(torch.device(device))
+    workspace.partials.fill_(float("nan"))
+    check(*tensors(rows, 64, 384, device, dtype), config, epilogue, workspace)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("depth", [128, 384, 640])
+def test_one_row_with_its_norm(device: str, depth: int, epilogue: str) -> None:
+    x, weight, residual = tensors(1, 64, depth, device, torch.float16)
+    norm = Norm(weight=(1 + weight[0]).contiguous(), eps=1e-6)
+    workspace = Workspace.create(torch.device(device))
+    normed = reference.rms_norm(x * 3, norm.weight, norm.eps)
+    added = residual if epilogue == "residual" else None
+    swiglu = epilogue == "swiglu"
+    config = Gemv(block_n=4, block_k=128)
+    got = linear(x * 3, weight, config, workspace, residual=added, swiglu=swiglu, norm=norm)
+    expected = reference.linear(normed, weight, added, swiglu=swiglu)
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "depth"), [(4096, 1024), (6144, 1024), (7168, 5120)], ids=str)
+def test_a_norm_at_the_size_of_real_models(device: str, size: int, depth: int) -> None:
+    if device == "cpu":
+        pytest.skip("too much for the interpreter")
+    x, weight, _ = tensors(1, size, depth, device)
+    norm = Norm(weight=torch.randn(depth, device=device).bfloat16(), eps=1e-6)
+    config, workspace = choose(1, size, depth), Workspace.create(torch.device(device))
+    assert config is not None
+    for swiglu in (False, True):
+        got = linear(x, weight, config, workspace, swiglu=swiglu, norm=norm).double()
+        normed = reference.rms_norm(x, norm.weight, norm.eps)
+        expected = reference.linear(normed, weight, swiglu=swiglu).double()
+        assert (got - expected).norm() / expected.norm() < 0.003
+
+
+def test_rows_that_lie_apart(device: str) -> None:
+    x, weight, residual = tensors(18, 64, 256, device, torch.float16)
+    workspace = Workspace.create(torch.device(device))
+    config = Tile(block_m=16, block_n=32, block_k=64, split_k=2)
+    check(x[::2, :128], weight[:, :128].contiguous(), residual[::2], config, "residual", workspace)
+    with_bias = residual[:1].expand(18, -1)
+    check(x, weight, with_bias, config, "residual", workspace)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "depth"), _MEASURED, ids=str)
+def test_every_configuration_that_ships(device: str, size: int, depth: int) -> None:
+    """Every shape, at both ends of each configuration's range, several times: a race would move."""
+    if device == "cpu":
+        pytest.skip("too much for the interpreter")
+    workspace = Workspace.create(torch.device(device))
+    workspace.partials.fill_(float("nan"))
+    fewest = 1
+    for most, config in _MEASURED[size, depth]:
+        for rows in sorted({fewest, (fewest + most) // 2, most}):
+            assert choose(rows, size, depth) is config
+            x, weight, residual = tensors(rows, size, depth, device)
+            epilogue = {6144: "swiglu", 1024: "residual"}.get(size, "plain")
+            check(x, weight, residual, config, epilogue, workspace)
+            added, swiglu = residual if size == 1024 else None, size == 6144
+            outs = [
+                linear(x, weight, config, workspace, residual=added, swiglu=swiglu)
+                for _ in range(20)
+            ]
+            assert all(torch.equal(out, outs[0]) for out in outs)
+        fewest = most + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "depth"), [(34816, 5120), (5120, 17408), (14336, 4096)], ids=str)
+def test_one_row_of_a_large_model(device: str, size: int, depth: int) -> None:
+    if device == "cpu":
+        pytest.skip("too much for the interpreter")
+    config = choose(1, size, depth)
+    assert config is not None
+    workspace = Workspace.create(torch.device(device))
+    for epilogue in EPILOGUES:
+        check(*tensors(1, size, depth, device), config, epilogue, workspace)
+
+
+@pytest.mark.gpu
+def test_a_chain_in_a_cuda_graph(device: str) -> None:
+    """Dependent kernels that share a workspace, each started while the one before still runs."""
+    if device == "cpu":
+        pytest.skip("no graphs")
+    workspace = Workspace.create(torch.device(device))
+    for rows in (1, 4, 16, 64, 256):
+        x = torch.randn(rows, 1024, device=device).bfloat16()
+        weights = [
+            torch.randn(size, depth, device=device).bfloat16() / depth**0.5
+            for _ in range(6)
+            for size, depth in ((6144, 1024), (1024, 3072))
+        ]
+
+        def chain(x: torch.Tensor, rows: int, weights: list[torch.Tensor]) -> torch.Tensor:
+            for gate_up, down in zip(weights[::2], weights[1::2], strict=True):
+                up, back = choose(rows, 6144, 1024), choose(rows, 1024, 3072)
+                assert up is not None and back is not None
+                wide = linear(x, gate_up, up, workspace, swiglu=True)
+                x = linear(wide, down, back, workspace, residual=x)
+            return x
+
+        expected = x
+        for gate_up, down in zip(weights[::2], weights[1::2], strict=True):
+            wide = reference.silu_mul(F.linear(expected, gate_up))
+            expected = F.linear(wide, down) + expected
+        eager = chain(x, rows, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(x, rows, weights)
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, eager)
+        difference = (out.double() - expected.double()).norm() / expected.double().norm()
+        assert difference < 0.01
+
+
+def test_choose(device: str) -> None:
+    assert choose(1, 4096, 1024) == Gemv(block_n=4)
+    assert choose(300, 4096, 1024) is None  # cuBLAS
+    assert choose(1, 34816, 5120) is not None and choose(2, 34816, 5120) is None
+    assert choose(1, 576, 576) is None
+    for (size, depth), configs in _MEASURED.items():
+        assert all(fits(config, most, size, depth) for most, config in configs)
+
+
+def test_bad_inputs_are_refused(device: str) -> None:
+    x, weight, residual = tensors(16, 64, 256, device)
+    workspace = Workspace.create(torch.device(device))
+    config = Tile(block_m=16, block_n=32, block_k=64, split_k=2)
+    short = Norm(weight=weight[0, :9], eps=1e-6)
+    cases = [
+        ((x[0], weight, config), {}, "not \\[M, K\\]"),
+        ((x[:0], weight, config), {}, "not \\[M, K\\]"),
+        ((x, weight[:, :128], config), {}, "not \\[M, K\\]"),
+        ((x, weight[:48], config), {}, "fit"),
+        ((x, weight, Gemv(block_n=4, block_k=64)), {}, "fit"),
+        ((x, weight, Tile(block_m=16, block_n=32, block_k=32)), {}, "fit"),
+        ((x.float(), weight.float(), config), {}, "dtypes"),
+        ((x, weight.T.contiguous().T, config), {}, "contiguous"),
+        ((x, weight, config), {"residual": residual[:4]}, "residual"),
+        ((x, weight, config), {"residual": residual, "swiglu": True}, "residual"),
+        ((x, weight, config), {"residual": residual.float()}, "residual"),
+        ((x, weight, config), {"norm": Norm(weight=weight[0], eps=1e-6)}, "one row"),
+        ((x[:1], weight, Gemv(block_n=4, block_k=64)), {"norm": short}, "norm"),
+    ]
+    for arguments, options, says in cases:
+        with pytest.raises(ValueError, match=says):
+            linear(*arguments, workspace, **options)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""Prefill attention against its oracle: in Triton's interpreter, natively with -m gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.paged_kv import PagedKV, check_rows, paged_kv, starts_of
+
+from millstream.kernels import reference_attention
+from millstream.kernels.paged_prefill import PrefillConfig, paged_prefill
+
+GPU = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+DTYPES = {
+    "cpu": (torch.float32, torch.float16),
+    "cuda": (torch.bfloat16, torch.float32),
+}
+
+
+def attend(
+    paged: PagedKV, query_lens: Sequence[int], group: int, config: PrefillConfig | None = None
+) -> None:
+    num_heads, head_dim = paged.key_cache.shape[2] * group, paged.key_cache.shape[3]
+    device, dtype = str(paged.key_cache.device), paged.key_cache.dtype
+    generator = torch.Generator().manual_seed(group)
+    query = torch.randn((sum(query_lens), num_heads, head_dim), generator=generator)
+    query = query.to(device, dtype)
+    rest = (paged.key_cache, paged.value_cache, paged.block_tables, paged.slots)
+    rest += (starts_of(query_lens, device), paged.context_lens)
+    contexts = paged.context_lens.tolist()
+    out = paged_prefill(
+        query, *rest, max_query_len=max(query_lens), max_context=max(contexts), config=config
+    )
+    check_rows(out, reference_attention.paged_attention(query, *rest))
+    given = torch.full_like(query, float("nan"))
+    lengths = {"max_query_len": max(query_lens), "max_context": max(contexts)}
+    assert paged_prefill(query, *rest, **lengths, out=given, config=config) is given
+    assert torch.equal(given, out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_chunks_with_and_without_a_prefix(device: str, block_size: int) -> None:
+    contexts, query_lens = [70, 33, 200, 5, 64, 129], [70, 10, 100, 1, 64, 2]
+    for dtype in DTYPES[device]:
+        paged = paged_kv(
+            contexts, num_kv_heads=2, head_dim=16, block_size=block_size, dtype=dtype, device=device
+        )
+        attend(paged, query_lens, 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 64), (5, 16)])
+def test_groups_and_head_dims(device: str, group: int, head_dim: int) -> None:
+    for dtype in DTYPES[device][:1]:
+        paged = paged_kv(
+            [50, 90], num_kv_heads=2, head_dim=head_dim, block_size=32, dtype=dtype, device=device
+        )
+        attend(paged, [50, 40], group)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_short_chunks(device: str) -> None:
+    """More sequences than tiles; a chunk's tile begins in the middle of another's number."""
+    query_lens = [1 + index % 3 for index in range(70)]
+    contexts = [length + index % 20 for index, length in enumerate(query_lens)]
+    dtype = DTYPES[device][0]
+    paged = paged_kv(
+        contexts, num_kv_heads=1, head_dim=16, block_size=16, dtype=dtype, device=device
+    )
+    attend(paged, query_lens, 1)
+
+
+def test_bad_inputs_are_refused() -> None:
+    paged = paged_kv(
+        [9, 20], num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device="cpu"
+    )
+    query, starts = torch.randn(12, 4, 16), starts_of([9, 3], "cpu")
+    good = (query, paged.key_cache, paged.value_cache, paged.block_tables, paged.slots, starts)
+    good += (paged.context_lens,)
+    for index, bad, says in (
+        (0, query[:, :3].contiguous(), "3 heads"),
+        (0, query.half(), "dtypes"),
+        (0, query.transpose(0, 1), "contiguous"),
+        (1, paged.key_cache[..., :8], "shapes"),
+        (3, paged.block_tables.long(), "int32"),
+        (4, paged.slots[:1], r"\[S\]"),
+        (4, paged.slots.float(), "slots are"),
+        (5, starts[:-1], r"\[S \+ 1\]"),
+    ):
+        arguments = (*good[:index], bad, *good[index + 1 :])
+        with pytest.raises(ValueError, match=says):
+            paged_prefill(*arguments, max_query_len=9, max_context=20)
+    with pytest.raises(ValueError, match="out must"):
+        paged_prefill(*good, max_query_len=9, max_context=20, out=query[:1])
+    empty = paged_prefill(
+        query[:0], *good[1:3], paged.block_tables, paged.slots[:0], starts[:1],
+        paged.context_lens[:0], max_query_len=0, max_context=0,
+    )  # fmt: skip
+    assert empty.shape == (0, 4, 16)
+
+
+@GPU
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (3, 64), (5, 128)])
+@pytest.mark.parametrize("block_size", [64, 256])
+def test_full_size(group: int, head_dim: int, block_size: int) -> None:
+    query_lens, contexts = [1024, 37, 300, 128, 129], [1024, 2000, 812, 128, 640]
+    paged = paged_kv(
+        contexts, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    attend(paged, query_lens, group)

@@ -1,0 +1,229 @@
+"""sample against the engine's sampler: on the CPU in Triton's interpreter, natively with -m gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millstream.engine import sampling
+from millstream.kernels.sample import BLOCK, BanTable, sample
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Scores that are nearer than this may change places by float rounding.
+GAP = 1e-3
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def logits_of(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def tables(
+    temperatures: list[float], device: str, seeds: list[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-slot tables that are columns of wider ones, as the engine keeps them."""
+    floats = torch.full((len(temperatures), 3), -9.0, device=device)
+    ints = torch.full((len(temperatures), 5), -9, dtype=torch.int64, device=device)
+    floats[:, 1] = torch.tensor(temperatures)
+    ints[:, 3] = torch.tensor(seeds or range(1, len(temperatures) + 1))
+    return floats[:, 1], ints[:, 3]
+
+
+def expected_ids(
+    logits: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What engine.sampling samples of rows, and by how much the best score leads."""
+    logits = logits.float()
+    random = (temperatures > 0).nonzero()[:, 0]
+    rows = sampling.SamplingRows(
+        random=random if len(random) else None,
+        temperatures=temperatures[random],
+        seeds=seeds[random],
+    )
+    noise = sampling.exponential_noise_rows(seeds, positions, logits.shape[1]).double()
+    scaled = logits.double() / torch.where(temperatures > 0, temperatures, 1.0)[:, None].double()
+    scores = scaled - torch.where(temperatures > 0, 1.0, 0.0)[:, None] * noise.log()
+    best = scores.topk(2, dim=1).values
+    return sampling.sample(logits.clone(), positions, rows), best[:, 0] - best[:, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [2, 1003, BLOCK, BLOCK + 1, 3 * BLOCK - 5])
+def test_equals_the_engines_sampler(device: str, dtype: torch.dtype, vocab: int) -> None:
+    """Slots in any order; seeds beyond 2^63; positions far along."""
+    rows = 6
+    logits = logits_of(rows, vocab, seed=vocab).to(device, dtype)
+    temperatures, seeds = tables(
+        [0.0, 0.6, 1.0, 2.5, 1e-2, 0.0, 0.8, 1.1], device, [7, -1, 3, 2**62, -(2**63), 5, 6, 12345]
+    )
+    slots = torch.tensor([3, 0, 7, 1, 6, 2], device=device)
+    positions = torch.tensor([0, 5, 77, 40_000, 131_071, 2**31 - 1], device=device)
+    before = logits.clone()
+    got = sample(logits, slots, positions, temperatures, seeds)
+    expected, gap = expected_ids(logits, positions, temperatures[slots], seeds[slots])
+    sure = gap > GAP
+    assert sure.sum() >= rows - 2 and torch.equal(got[sure], expected[sure])
+    assert torch.equal(logits, before) and got.dtype == torch.int64
+    narrow = sample(logits, slots.int(), positions.int(), temperatures, seeds)
+    assert torch.equal(got, narrow)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 151_936), (256, 151_936), (64, 128_256)])
+def test_sizes_of_real_models(device: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
+    if device == "cpu":
+        pytest.skip("too much for the interpreter")
+    logits = logits_of(rows, vocab).to(device, dtype)
+    temperatures, seeds = tables([0.0, 0.6, 1.0, 1.3] * (rows // 4 + 1), device)
+    slots = torch.arange(rows, device=device).flip(0) + 1
+    for step in range(3):
+        positions = torch.arange(rows, device=device) * 17 + step
+        got = sample(logits, slots, positions, temperatures, seeds)
+        expected, gap = expected_ids(logits, positions, temperatures[slots], seeds[slots])
+        sure = gap > GAP
+        assert sure.sum() >= 0.98 * rows - 1 and torch.equal(got[sure], expected[sure])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_takes_the_lowest_id_of_equals(device: str, dtype: torch.dtype) -> None:
+    logits = torch.zeros(4, 2 * BLOCK + 9, dtype=dtype, device=device)
+    logits[1, [BLOCK - 1, BLOCK, 2 * BLOCK]] = 2.0
+    logits[2, 2 * BLOCK + 8] = 1.0
+    logits[3] = float("-inf")
+    logits[3, 17] = -3e38
+    temperatures, seeds = tables([0.0], device)
+    zeros = torch.zeros(4, dtype=torch.int64, device=device)
+    got = sample(logits, zeros, zeros, temperatures, seeds)
+    assert got.tolist() == [0, BLOCK - 1, 2 * BLOCK + 8, 17]
+
+
+def test_a_row_samples_the_same_alone_and_in_a_crowd(device: str) -> None:
+    """And wherever its slot is."""
+    logits = logits_of(5, BLOCK + 300, scale=0.5).to(device)
+    temperatures, seeds = tables([0.6, 1.0, 0.0, 1.7, 1.0], device)
+    slots = torch.arange(5, device=device)
+    for step in range(4):
+        positions = slots * 3 + step
+        together = sample(logits, slots, positions, temperatures, seeds)
+        for row in range(5):
+            one = slice(row, row + 1)
+            moved = torch.zeros(1, dtype=torch.int64, device=device)
+            alone = sample(logits[one], moved, positions[one], temperatures[one], seeds[one])
+            assert torch.equal(alone, together[one])
+
+
+def test_samples_have_the_exact_distribution(device: str) -> None:
+    """Chi-square of 500 draws (GPU: 200,000); 99.99 % quantile of 15 degrees of freedom: 44.3."""
+    count = 500 if device == "cpu" else 200_000
+    row = logits_of(1, 16, seed=5, scale=1.5).to(device)
+    temperatures, seeds = tables([0.7], device, [1234])
+    slots = torch.zeros(min(count, 20_000), dtype=torch.int64, device=device)
+    got = torch.zeros(16, device=device)
+    for start in range(0, count, len(slots)):
+        positions = torch.arange(start, start + len(slots), device=device)
+        drawn = sample(row.expand(len(slots), -1), slots, positions, temperatures, seeds)
+        got += drawn.bincount(minlength=16)
+    expected = (row[0] / 0.7).softmax(-1) * count
+    assert ((got - expected) ** 2 / expected).sum() < 44.3
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4])
+def test_row_52_tiny_temperatures(device: str, temperature: float) -> None:
+    """Nothing overflows; tokens that tie are drawn evenly, also across blocks."""
+    logits = logits_of(1, BLOCK + 100, scale=1e3)
+    tied = [5, 900, BLOCK + 50]
+    logits[0, tied] = logits.max() + 2
+    temperatures, seeds = tables([temperature], device)
+    slots = torch.zeros(60, dtype=torch.int64, device=device)
+    positions = torch.arange(60, device=device)
+    rows = logits.to(device).expand(60, -1)
+    got = sample(rows, slots, positions, temperatures, seeds).tolist()
+    assert set(got) == set(tied) and all(got.count(token) > 5 for token in tied)
+
+
+def test_min_tokens_bans_slots_before_their_position_only(device: str) -> None:
+    logits = torch.zeros(3, BLOCK + 6, device=device)
+    logits[:, BLOCK + 4], logits[:, 2], logits[:, 0] = 30.0, 20.0, 10.0
+    ban = BanTable(
+        token_ids=torch.tensor([[BLOCK + 4, 2], [-1, -1], [BLOCK + 4, -1]], device=device),
+        min_positions=torch.tensor([10, 0, 10], device=device),
+    )
+    slots = torch.arange(3, device=device)
+    for temperature in (0.0, 0.1):
+        temperatures, seeds = tables([temperature] * 3, device)
+        for at, expected in (((9, 9, 9), [0, BLOCK + 4, 2]), ((10, 9, 10), [BLOCK + 4] * 3)):
+            positions = torch.tensor(at, device=device)
+            got = sample(logits, slots, positions, temperatures, seeds, ban=ban)
+            assert got.tolist() == expected
+
+
+def test_thresholds(device: str) -> None:
+    """Only tokens that reach the row's threshold are sampled, among them as without."""
+    logits = logits_of(3, BLOCK + 40, scale=1.0).to(device)
+    thresholds = logits.topk(3, dim=1).values[:, 2].contiguous()
+    thresholds[1] = float("-inf")
+    temperatures, seeds = tables([1.5, 1.5, 0.0], device)
+    slots = torch.arange(3, device=device)
+    cut = logits.masked_fill(logits < thresholds[:, None], float("-inf"))
+    for step in range(8):
+        positions = slots + step
+        got = sample(logits, slots, positions, temperatures, seeds, thresholds=thresholds)
+        assert torch.equal(got, sample(cut, slots, positions, temperatures, seeds))
+        assert logits[0, got[0]] >= thresholds[0] and got[2] == logits[2].argmax()
+
+
+def test_rows_may_lie_apart_and_ids_stay_in_the_vocabulary(device: str) -> None:
+    wide = logits_of(4, 200).to(device)
+    temperatures, seeds = tables([0.0, 1.0], device)
+    slots = torch.tensor([1, 0], device=device)
+    positions = torch.tensor([3, 4], device=device)
+    got = sample(wide[::2, 10:110], slots, positions, temperatures, seeds)
+    copied = sample(wide[::2, 10:110].contiguous(), slots, positions, temperatures, seeds)
+    assert torch.equal(got, copied)
+    broken = torch.full((2, 100), float("nan"), device=device)
+    for bad in (broken, torch.full_like(broken, float("-inf"))):
+        got = sample(bad, slots, positions, temperatures, seeds)
+        assert ((got >= 0) & (got < 100)).all()
+
+
+def test_no_rows_and_bad_inputs(device: str) -> None:
+    temperatures, seeds = tables([0.0, 1.0], device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    logits = torch.zeros(2, 8, device=device)
+    assert sample(logits[:0], none, none, temperatures, seeds).shape == (0,)
+    two = torch.zeros(2, dtype=torch.int64, device=device)
+    cases = [
+        ((logits[0], two, two, temperatures, seeds), "shape"),
+        ((logits[:, :0], two, two, temperatures, seeds), "shape"),
+        ((logits.double(), two, two, temperatures, seeds), "float64"),
+        ((logits[:, ::2], two, two, temperatures, seeds), "strides"),
+        ((logits, two[:1], two, temperatures, seeds), "one per row"),
+        ((logits, two, two.float(), temperatures, seeds), "not integers"),
+        ((logits, two, two, temperatures.double(), seeds), "float64"),
+        ((logits, two, two, temperatures, seeds[:1]), "slots"),
+    ]
+    for arguments, says in cases:
+        with pytest.raises(ValueError, match=says):
+            sample(*arguments)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph(device: str) -> None:
+    """A replay reads the tables anew."""
+    if device == "cpu":
+        pytest.skip("no graphs")
+    logits = logits_of(4, 50_000).to(device, torch.bfloat16)
+    temperatures, seeds = tables([0.0, 0.7, 1.0, 1.4], device)
+    slots = torch.arange(4, device=device)
+    positions = slots * 5
+    sample(logits, slots, positions, temperatures, seeds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample(logits, slots, positions, temperatures, seeds)
+    for step in range(3):
+        positions += 1
+        slots.copy_(slots.roll(1))
+        graph.replay()
+        assert torch.equal(out, sample(logits, slots, positions, temperatures, seeds)), step
