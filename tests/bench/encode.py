@@ -1,11 +1,12 @@
 """Encode throughput through gRPC against the bare `tokenizers` library, side by side.
 
-    python -m tests.bench.encode [--model DIR] [--texts 300] [--bytes 1024] [--threads 2]
+    python -m tests.bench.encode [--model DIR] [--texts 300] [--threads 2] [--in-flight 2]
 
-One caller, a batch at a time: a plain Python client of `millstream-tokenizer` against
-encode_batch_fast in this process, both with the same number of threads; texts in, lists of ids out;
-each run has texts of its own and arms alternate. The ratio is the median over runs of bare / grpc
-time: pairs that ran next to each other, so that a change in the machine's load hits both.
+A plain Python client of `millstream-tokenizer` with some batches in flight (a service takes the
+next while an answer is on its way) against encode_batch_fast in this process, both with the same
+number of threads; texts in, lists of ids out; each run has texts of its own and arms alternate. The
+ratio is the median over runs of bare / grpc time: pairs that ran next to each other, so that a
+change in the machine's load hits both.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -28,6 +30,8 @@ import grpc
 from millstream.rpc.options import channel_options
 from millstream.v1.tokenizer_pb2 import EncodeInput, EncodeRequest
 from millstream.v1.tokenizer_pb2_grpc import TokenizerStub
+
+_BATCHES = 4  # a run
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -38,6 +42,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=300)
     parser.add_argument("--bytes", type=int, default=1024, help="of each text, about")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--in-flight", type=int, default=2, help="batches at once, through gRPC")
     parser.add_argument("--runs", type=int, default=20)
     arguments = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(arguments.threads)  # before `tokenizers` starts its pool
@@ -60,20 +65,23 @@ def _compare(bare: Encode, through_grpc: Encode, arguments: argparse.Namespace) 
     seconds: dict[str, list[float]] = {"bare": [], "grpc": []}
     token_count = 0
     for number in range(arguments.runs + 2):
-        texts = _texts(rng, arguments.texts, arguments.bytes)
-        arms = [("bare", bare), ("grpc", through_grpc)]
+        batches = [_texts(rng, arguments.texts, arguments.bytes) for _ in range(_BATCHES)]
+        arms = [("bare", bare, 1), ("grpc", through_grpc, arguments.in_flight)]
         answers = []
-        for name, encode in arms if number % 2 else arms[::-1]:
-            started = time.perf_counter()
-            answers.append(encode(texts))
+        for name, encode, in_flight in arms if number % 2 else arms[::-1]:
+            with ThreadPoolExecutor(in_flight) as callers:
+                started = time.perf_counter()
+                answers.append(list(callers.map(encode, batches)))
+                elapsed = time.perf_counter() - started
             if number >= 2:  # the first two warm up
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(elapsed / _BATCHES)
         assert answers[0] == answers[1]
-        token_count = sum(map(len, answers[0]))
+        token_count = sum(len(ids) for ids in answers[0][0])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratios = [bare / grpc for bare, grpc in zip(seconds["bare"], seconds["grpc"], strict=True)]
     return {
         "threads": arguments.threads,
+        "in_flight": arguments.in_flight,
         "texts": arguments.texts,
         "tokens": token_count,
         "bare_ms": round(medians["bare"] * 1e3, 2),

@@ -32,7 +32,7 @@ def test_generate_prints_the_text(targets: list[str], capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "hello\n"
     assert run(["generate", "hello", "--chat", *targets]) == 0
     assert capsys.readouterr().out == "user:hello\n"
-    assert run(["generate", "hello", "--max-tokens", "2", *targets]) == 0
+    assert run(["generate", "hello", "--raw", "--max-tokens", "2", *targets]) == 0
     assert capsys.readouterr().out == "he\n"
     assert run(["generate", "a.b", "--stop", ".", "--stop", "x", *targets]) == 0
     assert capsys.readouterr().out == "a\n"
@@ -44,7 +44,7 @@ def test_generate_says_when_there_is_no_text(
     assert run(["generate", "x", "--stop", "x", *targets]) == 0
     shown = capsys.readouterr()
     assert shown.out == "\n"
-    assert "--chat" in shown.err
+    assert shown.err == "(the model says nothing)\n"
 
 
 def test_targets_come_from_the_environment() -> None:

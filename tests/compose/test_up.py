@@ -157,16 +157,18 @@ class TestUp:
         flags = ["--engine", stack.target("engine"), "--tokenizer", stack.target("tokenizer")]
         assert _run(_BIN / "millstream", "health", *flags).count(": serving\n") == 2
         ask = [_BIN / "millstream", "generate", "--temperature", "0", *flags]
-        assert "Paris" in _run(*ask, "--chat", _QUESTION)
-        assert _run(*ask, "--max-tokens", "4", "The capital of France is").startswith(" Paris")
+        assert "Paris" in _run(*ask, _QUESTION)
+        assert _run(*ask, "--raw", "--max-tokens", "4", "The capital of France is").startswith(
+            " Paris"
+        )
 
     def test_ports_are_open_to_this_machine_alone(self, stack: Stack) -> None:
         assert stack.compose("port", "engine", "50051").strip() == stack.target("engine")
 
     def test_client_service(self, stack: Stack) -> None:
-        ask = ("run", "--rm", "client", "generate", "--temperature", "0", "--chat", _QUESTION)
-        assert "Paris" in stack.compose(*ask)
-        assert stack.compose("run", "--rm", "client", "generate", _QUESTION).endswith("\n")
+        ask = ("run", "--rm", "client", "generate", _QUESTION)
+        assert "Paris" in stack.compose(*ask, "--temperature", "0")
+        assert stack.compose(*ask).strip()
         assert "engine engine:50051: serving" in stack.compose("run", "--rm", "client", "health")
 
     def test_containers_are_confined(self, stack: Stack) -> None:

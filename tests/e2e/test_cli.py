@@ -57,8 +57,10 @@ def test_serve_and_its_clients(default_model_dir: Path, tmp_path: Path) -> None:
         health = _run("health", *where)
         assert (health.returncode, health.stdout.count(": serving")) == (0, 2)
 
-        shown = _run("generate", _QUESTION, "--chat", "--temperature", "0", *where)
+        shown = _run("generate", _QUESTION, "--temperature", "0", *where)
         assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"{_ANSWER}\n", "")
+        shown = _run("generate", "--raw", "--temperature=0", "The capital of France is", *where)
+        assert shown.stdout.startswith(" Paris")
         shown = _run("generate", "-", "--json", "--max-tokens", "3", *where, stdin="Once upon")
         result = json.loads(shown.stdout)
         assert result["usage"]["output_tokens"] == len(result["token_ids"]) == 3
