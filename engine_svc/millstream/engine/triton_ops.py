@@ -191,11 +191,13 @@ class TritonStepOps:
         else:
             attended = torch.empty_like(query)
             chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
-            attended[chunks] = self._prefill(query[chunks], keys, values)
+            self._prefill(query[chunks], keys, values, attended[chunks])
             self._decode(query[decodes], keys, values, attended[decodes])
         return attended.view(len(qkv), -1)
 
-    def _prefill(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _prefill(
+        self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         batch, num_chunks = self._batch, self._num_chunks
         return paged_prefill(
             query,
@@ -207,6 +209,7 @@ class TritonStepOps:
             batch.context_lens[:num_chunks],
             max_query_len=self._max_query_len,
             max_context=self._max_context,
+            out=out,
         )
 
 
