@@ -111,6 +111,8 @@ def decode_configs(case: Case) -> dict[str, DecodeConfig]:
             "swap w4 s3 tail": functools.partial(config, 4, 3, True, True),
             "pad w2 s3 tail": functools.partial(config, 2, 3, False, True),
         }
+    else:
+        kinds["pad w4 s2 r128"] = functools.partial(config, 4, 2, False, False, max_registers=128)
     if len(case.contexts) * case.heads[1] > 500:
         schedules: dict[str, dict[str, Any]] = {
             "x4": {}, "x4 unsorted": {"longest_first": False}, "x8": {"items_per_multiprocessor": 8}

@@ -12,6 +12,7 @@ from tests.tiny_models import make_tiny_model
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.graphs import Decode, DecodeGraphs, batch_sizes
+from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Request, Sampling
 from millstream.engine.runner import ModelRunner, create
 
@@ -156,3 +157,37 @@ def test_a_steady_batch_writes_the_graphs_input_once(folder: Path) -> None:
     runner._graphs = spy  # type: ignore[assignment]
     run(runner, PROMPTS[:2], GREEDY)
     assert len(layouts) == 4 and len(set(map(id, layouts))) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_few_rows_of_float16_take_the_gemm_kernels(family: str, tmp_path: Path) -> None:
+    """A decode of one sequence: logits of both ops, rounding apart. (The interpreter multiplies no
+    bfloat16 matrices.)"""
+    shape = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    make_tiny_model(tmp_path, family, dtype=torch.float16, **shape, **heads)
+    logits = {}
+    for backend in ("torch", "triton"):
+        runner = load(tmp_path, dtype="float16", attention_backend=backend)
+        table = runner._slots
+        starts = (
+            SlotStart(
+                slot=2,
+                sampling=GREEDY,
+                min_position=0,
+                banned_token_ids=(),
+                num_computed_tokens=0,
+                block_ids=(3, 5),
+            ),
+        )
+        chunk = Chunk(slot=2, start=0, token_ids=tuple(range(3, 23)), samples=True)
+        with torch.inference_mode():
+            layout = table.apply(Plan(step=1, starts=starts, chunks=(chunk,)))
+            batch = table.batch(layout)
+            first = runner._model(batch, runner._kv_cache)
+            table.advance(batch, layout.sample_slots, torch.tensor([77]))
+            table.note_advance(layout)
+            batch = table.batch(table.apply(Plan(step=2, decode_slots=(2,))))
+            logits[backend] = torch.cat((first, runner._model(batch, runner._kv_cache))).float()
+    expected = logits["torch"]
+    assert (logits["triton"] - expected).abs().max() < 0.05 * expected.std()

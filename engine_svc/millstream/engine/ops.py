@@ -7,7 +7,7 @@ for NVIDIA GPUs. Which one a runner uses is settled once, by hardware.resolve.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,28 +17,32 @@ from millstream.engine.layers import Linear, RMSNorm
 from millstream.engine.rope import RotaryEmbedding
 
 
+class Stream(NamedTuple):
+    """The residual stream of n tokens, and what is still to be added to it: an addition is part of
+    the operation before it (add_linear) or after it (norm_linear), wherever it costs least."""
+
+    residual: Tensor  # [n, hidden]
+    pending: Tensor | None = None  # [n, hidden]
+
+    def rows(self, index: Tensor) -> Stream:
+        """Some of the tokens."""
+        pending = None if self.pending is None else self.pending.index_select(0, index)
+        return Stream(self.residual.index_select(0, index), pending)
+
+
 class StepOps(Protocol):
-    """What the layers of one step call; n tokens.
+    """What the layers of one step call; n tokens. Rounding is transformers'."""
 
-    The residual stream [n, hidden] is handed on with what is still to be added to it, or None: the
-    addition is part of the operation before (add_linear) or of the one after (add_norm).
-    """
+    def norm_linear(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
+        """Adds what is pending to stream.residual, in place; returns a projection [n, out_features]
+        of the RMSNorm of the sum."""
 
-    def linear(self, x: Tensor, layer: Linear) -> Tensor:
-        """A projection of [n, in_features]: [n, out_features]."""
+    def norm_swiglu(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
+        """As norm_linear, of a projection whose first half are gates, the second ups: silu(gate) *
+        up [n, out_features / 2]."""
 
-    def add_linear(
-        self, x: Tensor, layer: Linear, residual: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
-        """A projection that is to be added to the residual stream: what is still to be added,
-        and the stream."""
-
-    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Adds x, if there is one, to the residual stream in place; returns RMSNorm of the stream,
-        rounded where transformers rounds."""
-
-    def swiglu(self, x: Tensor, layer: Linear) -> Tensor:
-        """silu(gate) * up [n, size] of a projection [n, 2 * size], gates before ups."""
+    def add_linear(self, x: Tensor, layer: Linear, residual: Tensor) -> Stream:
+        """The residual stream with a projection of x [n, in_features] added, or pending."""
 
     def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
         """Attention of a layer for all tokens of the step, over the paged cache.

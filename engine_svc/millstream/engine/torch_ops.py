@@ -12,6 +12,7 @@ from millstream.engine.attention import KVCache, TorchAttention
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.layers import Linear, RMSNorm
 from millstream.engine.model_config import ModelConfig
+from millstream.engine.ops import Stream
 from millstream.engine.rope import RotaryEmbedding, rotate
 
 
@@ -41,21 +42,17 @@ class TorchStepOps:
         self._attention = TorchAttention(batch, kv_cache)
         self._cos, self._signed_sin = rope.cos_sin(batch)
 
-    def linear(self, x: Tensor, layer: Linear) -> Tensor:
-        return cast(Tensor, layer(x))
+    def norm_linear(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
+        if stream.pending is not None:
+            stream.residual.add_(stream.pending)
+        return cast(Tensor, layer(_rms_norm(stream.residual, norm)))
 
-    def add_linear(
-        self, x: Tensor, layer: Linear, residual: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
-        return layer(x), residual
+    def norm_swiglu(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
+        gate, up = self.norm_linear(stream, norm, layer).chunk(2, dim=-1)
+        return F.silu(gate) * up
 
-    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
-        return _rms_norm(residual if x is None else residual.add_(x), norm)
-
-    def swiglu(self, x: Tensor, layer: Linear) -> Tensor:
-        gate, up = layer(x).chunk(2, dim=-1)
-        output: Tensor = F.silu(gate) * up
-        return output
+    def add_linear(self, x: Tensor, layer: Linear, residual: Tensor) -> Stream:
+        return Stream(residual, layer(x))
 
     def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
         #  heads of one token:  [ query 0 .. Hq )[ key 0 .. Hkv )[ value 0 .. Hkv )

@@ -16,12 +16,13 @@ from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.layers import Linear, RMSNorm
 from millstream.engine.model_config import ModelConfig
-from millstream.engine.ops import SlotSampling, SlotState
+from millstream.engine.ops import SlotSampling, SlotState, Stream
 from millstream.engine.rope import RotaryEmbedding
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
 from millstream.kernels.decode_state import DecodeInputs, advance_slots, read_slots
+from millstream.kernels.gemv import Norm
 from millstream.kernels.linear import Workspace, linear
-from millstream.kernels.linear_configs import Config, choose
+from millstream.kernels.linear_configs import Config, Gemv, choose
 from millstream.kernels.paged_decode import PagedDecode, supports
 from millstream.kernels.paged_prefill import paged_prefill
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -139,36 +140,32 @@ class TritonStepOps:
                 batch.context_lens[self._num_chunks :],
             )
 
-    def linear(self, x: Tensor, layer: Linear) -> Tensor:
-        config = self._kernel_for(x, layer)
+    def norm_linear(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
+        return self._normed(stream, norm, layer, swiglu=False)
+
+    def norm_swiglu(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
+        return self._normed(stream, norm, layer, swiglu=True)
+
+    def add_linear(self, x: Tensor, layer: Linear, residual: Tensor) -> Stream:
+        config = _kernel_for(x, layer)
         if config is None:
-            return cast(Tensor, layer(x))
-        return linear(x, layer.weight, config, self._ops.workspace)
+            return Stream(residual, layer(x))
+        return Stream(linear(x, layer.weight, config, self._ops.workspace, residual=residual))
 
-    def add_linear(
-        self, x: Tensor, layer: Linear, residual: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
-        config = self._kernel_for(x, layer)
-        if config is None:
-            return layer(x), residual
-        return None, linear(x, layer.weight, config, self._ops.workspace, residual=residual)
-
-    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
-        if x is None:
-            return cast(Tensor, rms_norm(residual, norm.weight, norm.eps))
-        return cast(Tensor, add_rms_norm(x, residual, norm.weight, norm.eps))
-
-    def swiglu(self, x: Tensor, layer: Linear) -> Tensor:
-        config = self._kernel_for(x, layer)
-        if config is None:
-            return cast(Tensor, silu_mul(layer(x)))
-        return linear(x, layer.weight, config, self._ops.workspace, swiglu=True)
-
-    def _kernel_for(self, x: Tensor, layer: Linear) -> Config | None:
-        """The configuration of a kernel for few rows; None: cuBLAS."""
-        if layer.bias is not None or x.dtype is torch.float32 or not len(x):
-            return None
-        return choose(len(x), *layer.weight.shape)
+    def _normed(self, stream: Stream, norm: RMSNorm, layer: Linear, *, swiglu: bool) -> Tensor:
+        residual, pending = stream
+        config = _kernel_for(residual, layer)
+        workspace = self._ops.workspace
+        if pending is None and isinstance(config, Gemv) and residual.shape[1] <= config.block_k:
+            within = Norm(weight=norm.weight, eps=norm.eps)
+            return linear(residual, layer.weight, config, workspace, swiglu=swiglu, norm=within)
+        if pending is None:
+            x = cast(Tensor, rms_norm(residual, norm.weight, norm.eps))
+        else:
+            x = cast(Tensor, add_rms_norm(pending, residual, norm.weight, norm.eps))
+        if config is not None:
+            return linear(x, layer.weight, config, workspace, swiglu=swiglu)
+        return cast(Tensor, silu_mul(layer(x)) if swiglu else layer(x))
 
     def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
         keys, values = self._caches[layer]
@@ -194,11 +191,13 @@ class TritonStepOps:
         else:
             attended = torch.empty_like(query)
             chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
-            attended[chunks] = self._prefill(query[chunks], keys, values)
+            self._prefill(query[chunks], keys, values, attended[chunks])
             self._decode(query[decodes], keys, values, attended[decodes])
         return attended.view(len(qkv), -1)
 
-    def _prefill(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _prefill(
+        self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         batch, num_chunks = self._batch, self._num_chunks
         return paged_prefill(
             query,
@@ -210,4 +209,12 @@ class TritonStepOps:
             batch.context_lens[:num_chunks],
             max_query_len=self._max_query_len,
             max_context=self._max_context,
+            out=out,
         )
+
+
+def _kernel_for(x: Tensor, layer: Linear) -> Config | None:
+    """The configuration of a kernel for few rows; None: cuBLAS."""
+    if layer.bias is not None or x.dtype is torch.float32 or not len(x):
+        return None
+    return choose(len(x), *layer.weight.shape)

@@ -3,8 +3,8 @@
 token ids -> embedding -> layers -> norm -> LM head -> logits
 layer:  x + attention(norm(x)), then x + MLP(norm(x))
 
-Layers hand on two tensors: what is still to be added to the residual stream, and the stream; ops
-add where it costs least, in the projection before or in the norm after.
+Everything but the embedding is an operation of ops.StepOps, which fuses what a device runs best
+together: a norm with the projection after it, an addition with the projection before it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from millstream.engine.layers import (
     RMSNorm,
 )
 from millstream.engine.model_config import ModelConfig
-from millstream.engine.ops import Ops, StepOps
+from millstream.engine.ops import Ops, StepOps, Stream
 from millstream.engine.rope import RotaryEmbedding
-
-# What is still to be added to the residual stream (None: nothing), and the stream itself.
-_Stream = tuple[Tensor | None, Tensor]
 
 
 class DecoderModel(nn.Module):
@@ -53,7 +50,10 @@ class DecoderModel(nn.Module):
         """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype; fills
         the KV cache."""
         ops = self.ops.begin_step(batch, kv_cache, self.rope)
-        return ops.linear(self.model(batch, ops), self.lm_head)
+        stream: Stream = self.model(batch, ops)
+        if len(batch.sample_rows) < len(batch.token_ids):  # else they are all, in their order
+            stream = stream.rows(batch.sample_rows)
+        return ops.norm_linear(stream, self.model.norm, self.lm_head)
 
     def checkpoint_parts(self) -> Iterator[tuple[str, ParameterPart]]:
         """Every tensor that a checkpoint must hold: its name, and where it goes."""
@@ -80,16 +80,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, batch: ForwardBatch, ops: StepOps) -> Tensor:
-        """The normed hidden states [R, hidden_size] of batch.sample_rows."""
-        residual: Tensor = self.embed_tokens(batch.token_ids)
-        x = None
+    def forward(self, batch: ForwardBatch, ops: StepOps) -> Stream:
+        """The residual stream [T, hidden_size], before the final norm."""
+        stream = Stream(self.embed_tokens(batch.token_ids))
         for layer in self.layers:
-            x, residual = layer(x, residual, ops)
-        if len(batch.sample_rows) < len(residual):  # else they are all rows, in their order
-            residual = residual.index_select(0, batch.sample_rows)
-            x = None if x is None else x.index_select(0, batch.sample_rows)
-        return ops.add_norm(x, residual, self.norm)
+            stream = layer(stream, ops)
+        return stream
 
 
 class DecoderLayer(nn.Module):
@@ -100,12 +96,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor | None, residual: Tensor, ops: StepOps) -> _Stream:
-        x = ops.add_norm(x, residual, self.input_layernorm)
-        x, residual = self.self_attn(x, residual, ops)
-        x = ops.add_norm(x, residual, self.post_attention_layernorm)
-        stream: _Stream = self.mlp(x, residual, ops)
-        return stream
+    def forward(self, stream: Stream, ops: StepOps) -> Stream:
+        stream = self.self_attn(stream, self.input_layernorm, ops)
+        output: Stream = self.mlp(stream, self.post_attention_layernorm, ops)
+        return output
 
 
 class Attention(nn.Module):
@@ -125,10 +119,11 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, x: Tensor, residual: Tensor, ops: StepOps) -> _Stream:
+    def forward(self, stream: Stream, norm: RMSNorm, ops: StepOps) -> Stream:
+        qkv = ops.norm_linear(stream, norm, self.qkv_proj)
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
-        attended = ops.attend(self.index, ops.linear(x, self.qkv_proj), norms)
-        return ops.add_linear(attended, self.o_proj, residual)
+        attended = ops.attend(self.index, qkv, norms)
+        return ops.add_linear(attended, self.o_proj, stream.residual)
 
 
 class MLP(nn.Module):
@@ -140,5 +135,6 @@ class MLP(nn.Module):
         )
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, residual: Tensor, ops: StepOps) -> _Stream:
-        return ops.add_linear(ops.swiglu(x, self.gate_up_proj), self.down_proj, residual)
+    def forward(self, stream: Stream, norm: RMSNorm, ops: StepOps) -> Stream:
+        x = ops.norm_swiglu(stream, norm, self.gate_up_proj)
+        return ops.add_linear(x, self.down_proj, stream.residual)
