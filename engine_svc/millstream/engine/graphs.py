@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from millstream.engine.slots import BatchLayout
+from millstream.engine.layout import BatchLayout
 
 # Computes a decode step of slots [n], some of which may have filters; returns the sampled ids [n].
 # Reads nothing on the host but n.

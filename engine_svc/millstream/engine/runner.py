@@ -26,12 +26,13 @@ from millstream.engine.attention import allocate_kv_cache
 from millstream.engine.config import EngineConfig
 from millstream.engine.graphs import CudaGraphRecorder, DecodeGraphs
 from millstream.engine.hardware import LoadError, detect, resolve
+from millstream.engine.layout import BatchLayout
 from millstream.engine.parallel import join_process_group
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.results import CpuResults, GpuResults
 from millstream.engine.rope_config import RopeType
 from millstream.engine.sampling import sample
-from millstream.engine.slots import BatchLayout, SlotTable
+from millstream.engine.slots import SlotTable
 
 logger = logging.getLogger(__name__)
 

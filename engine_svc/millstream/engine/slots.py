@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from millstream.engine.batch import ForwardBatch
+from millstream.engine.layout import BatchLayout, HostLayout, layout_arrays, layout_of
 from millstream.engine.ops import SlotOps, SlotSampling, SlotState
 from millstream.engine.plan import Plan, SlotStart
 from millstream.engine.sampling import ALL_GREEDY, Ban, SamplingRows
@@ -28,38 +28,6 @@ from millstream.engine.uploads import Ints, Uploader
 # Rows of the parameter tables; a column is a slot.
 _PROMPT_LEN, _MIN_POSITION, _SEED, _TOP_K = range(4)
 _TEMPERATURE, _TOP_P, _MIN_P = range(3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLayout:
-    """Who computes how many tokens in a step: S sequences, chunks first, then decodes."""
-
-    plan: Plan
-    slots: Ints  # [S]
-    query_lens: Ints  # [S]
-    query_starts: Ints  # [S + 1]
-    samples: npt.NDArray[np.bool_]  # [S]: whose next token is sampled
-    sample_slots: Ints  # [R]
-    has_filters: bool  # some of them sample with top-k, top-p or min-p
-    has_bans: bool  # some of them have ids that min_tokens bans
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLayout:
-    """What a batch of S sequences and T tokens, R of them sampling, is but for the slots' state."""
-
-    host: HostLayout
-    slots: torch.Tensor  # [S] int64
-    rows: torch.Tensor  # [T] int64: the sequence of each token
-    offsets: torch.Tensor  # [T] int64: the token's place among its sequence's tokens
-    query_starts: torch.Tensor  # [S + 1] int32
-    chunk_token_ids: torch.Tensor  # [tokens of all chunks] int64
-    sample_rows: torch.Tensor  # [R] int64, into the T tokens
-    sample_slots: torch.Tensor  # [R] int64
-
-    def decodes_as(self, plan: Plan) -> bool:
-        """Whether a plan's decodes are this batch's: the scheduler keeps a tuple that stays."""
-        return self.host.plan.decode_slots is plan.decode_slots
 
 
 class SlotTable:
@@ -119,7 +87,7 @@ class SlotTable:
         if plan.starts or plan.chunks or layout is None or not layout.decodes_as(plan):
             layout = None
         host = self._host_layout(plan) if layout is None else None
-        arrays = [*starts, *blocks, *(_layout_arrays(host) if host else ())]
+        arrays = [*starts, *blocks, *(layout_arrays(host) if host else ())]
         if arrays:
             parts = iter(self._upload(arrays))
             if starts:
@@ -127,7 +95,7 @@ class SlotTable:
             if blocks:
                 self._write_blocks(*itertools.islice(parts, len(blocks)))
             if host:
-                layout = _layout(host, *parts)
+                layout = layout_of(host, *parts)
         assert layout is not None
         self._steady = None if plan.chunks else layout
         return layout
@@ -326,32 +294,3 @@ class SlotTable:
         min_positions = self._host_ints[_MIN_POSITION, slots]
         parts = self._upload((rows, token_ids.ravel(), min_positions))
         return Ban(rows=parts[0], token_ids=parts[1].view(len(rows), -1), min_positions=parts[2])
-
-
-def _layout_arrays(host: HostLayout) -> list[Ints]:
-    rows = np.repeat(np.arange(len(host.slots)), host.query_lens)
-    chunks = host.plan.chunks
-    tokens = itertools.chain.from_iterable(chunk.token_ids for chunk in chunks)
-    return [
-        host.slots,
-        rows,
-        np.arange(len(rows)) - host.query_starts[rows],
-        host.query_starts,
-        np.fromiter(tokens, dtype=np.int64, count=len(rows) - len(host.plan.decode_slots)),
-        host.query_starts[1:][host.samples] - 1,
-        host.sample_slots,
-    ]
-
-
-def _layout(host: HostLayout, *parts: torch.Tensor) -> BatchLayout:
-    slots, rows, offsets, query_starts, chunk_token_ids, sample_rows, sample_slots = parts
-    return BatchLayout(
-        host=host,
-        slots=slots,
-        rows=rows,
-        offsets=offsets,
-        query_starts=query_starts.int(),
-        chunk_token_ids=chunk_token_ids,
-        sample_rows=sample_rows,
-        sample_slots=sample_slots,
-    )
