@@ -218,8 +218,7 @@ def prefill_calls(
     return [
         functools.partial(
             paged_prefill.paged_prefill, query, *cache, inputs.block_tables, inputs.slots,
-            inputs.query_starts, inputs.context_lens, max_query_len=max(case.query_lens),
-            max_context=max(case.contexts), config=config,
+            inputs.query_starts, inputs.context_lens, config=config,
         )
         for query, cache in zip(inputs.queries, inputs.caches, strict=True)
     ]  # fmt: skip

@@ -29,9 +29,7 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         for block_size in (64, 16):
             for batch in (1, 256):
                 yield decode_job(*heads, block_size, batch)
-            for max_query_len in (16, 1024):
-                config = paged_prefill.choose_config(max_query_len, BF16)
-                yield prefill_job(*heads, block_size, config)
+            yield prefill_job(*heads, block_size, paged_prefill.choose_config(BF16))
     for num_tokens in (1, 256):
         yield store_job(num_tokens)
 
@@ -93,5 +91,6 @@ def store_job(num_tokens: int) -> Any:
         "NORM": True,
         "TABLE": True,
         "num_warps": warps,
+        **qk_norm_rope_store._KEEP_ROUNDING,
     }
     return qk_norm_rope_store._qk_norm_rope_store_kernel, arguments, constants

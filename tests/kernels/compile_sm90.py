@@ -27,6 +27,7 @@ from millstream.kernels import (
     decode_state,
     gemv,
     linear,
+    qk_norm_rope_store,
     sample,
     sample_filters,
     silu_mul,
@@ -127,6 +128,8 @@ def compile_one(job: Job) -> tuple[int, int, int]:
     kernel, arguments, constants = job
     compiled = kernel.warmup(*arguments, grid=(1,), PDL=True, launch_pdl=True, **constants)
     ptx = compiled.asm["ptx"]
+    # torch rounds each of two products before it adds them; a fused multiply-add would not.
+    assert kernel is not qk_norm_rope_store._qk_norm_rope_store_kernel or "fma.rn.bf16" not in ptx
     architecture = "sm_90a" if "sm_90a" in ptx else "sm_90"
     ptxas = next(Path(triton.__file__).parent.rglob("ptxas"))
     with tempfile.TemporaryDirectory() as folder:

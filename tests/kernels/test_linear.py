@@ -171,10 +171,11 @@ def test_a_chain_in_a_cuda_graph(device: str) -> None:
                 x = linear(wide, down, back, workspace, residual=x)
             return x
 
-        expected = x
+        exact, rounded = x.double(), x
         for gate_up, down in zip(weights[::2], weights[1::2], strict=True):
-            wide = reference.silu_mul(F.linear(expected, gate_up))
-            expected = F.linear(wide, down) + expected
+            gate, up = F.linear(exact, gate_up.double()).chunk(2, dim=1)
+            exact = F.linear(F.silu(gate) * up, down.double()) + exact
+            rounded = F.linear(reference.silu_mul(F.linear(rounded, gate_up)), down) + rounded
         eager = chain(x, rows, weights)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -183,8 +184,8 @@ def test_a_chain_in_a_cuda_graph(device: str) -> None:
             out.fill_(float("nan"))
             graph.replay()
             assert torch.equal(out, eager)
-        difference = (out.double() - expected.double()).norm() / expected.double().norm()
-        assert difference < 0.01
+        # bfloat16's roundings add up over the chain: as much as torch's own is what may be off.
+        assert (out.double() - exact).norm() <= 1.2 * (rounded.double() - exact).norm()
 
 
 def test_choose(device: str) -> None:

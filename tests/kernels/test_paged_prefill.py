@@ -29,14 +29,10 @@ def attend(
     query = query.to(device, dtype)
     rest = (paged.key_cache, paged.value_cache, paged.block_tables, paged.slots)
     rest += (starts_of(query_lens, device), paged.context_lens)
-    contexts = paged.context_lens.tolist()
-    out = paged_prefill(
-        query, *rest, max_query_len=max(query_lens), max_context=max(contexts), config=config
-    )
+    out = paged_prefill(query, *rest, config=config)
     check_rows(out, reference_attention.paged_attention(query, *rest))
     given = torch.full_like(query, float("nan"))
-    lengths = {"max_query_len": max(query_lens), "max_context": max(contexts)}
-    assert paged_prefill(query, *rest, **lengths, out=given, config=config) is given
+    assert paged_prefill(query, *rest, out=given, config=config) is given
     assert torch.equal(given, out)
 
 
@@ -92,12 +88,12 @@ def test_bad_inputs_are_refused() -> None:
     ):
         arguments = (*good[:index], bad, *good[index + 1 :])
         with pytest.raises(ValueError, match=says):
-            paged_prefill(*arguments, max_query_len=9, max_context=20)
+            paged_prefill(*arguments)
     with pytest.raises(ValueError, match="out must"):
-        paged_prefill(*good, max_query_len=9, max_context=20, out=query[:1])
+        paged_prefill(*good, out=query[:1])
     empty = paged_prefill(
         query[:0], *good[1:3], paged.block_tables, paged.slots[:0], starts[:1],
-        paged.context_lens[:0], max_query_len=0, max_context=0,
+        paged.context_lens[:0],
     )  # fmt: skip
     assert empty.shape == (0, 4, 16)
 

@@ -136,10 +136,12 @@ def test_sizes_of_real_models(device: str, dtype: torch.dtype) -> None:
         kept = wide >= found(logits, top_k=top_k)[:, None]
         assert torch.equal(kept, wide >= wide.topk(top_k, dim=1).values[:, -1:])
     for top_p in (0.1, 0.9, 0.99):
-        limit = sampling.top_p_threshold(wide / 0.6, torch.full((64,), top_p, device=device))
-        kept = (wide >= found(logits, temperature=0.6, top_p=top_p)[:, None]).sum(1)
-        expected = (wide / 0.6 >= limit[:, None]).sum(1)
-        assert ((kept - expected).abs() <= 1 + 0.001 * expected).all()
+        # In bfloat16 many tokens tie at the edge, all of them in or out: what counts is the mass.
+        limits = found(logits, temperature=0.6, top_p=top_p)[:, None]
+        masses = (wide.double() / 0.6).softmax(1)
+        assert (masses.where(wide >= limits, 0).sum(1) >= top_p - 1e-5).all()
+        edge = wide.where(wide >= limits, torch.inf).amin(1, keepdim=True)
+        assert (masses.where(wide > edge, 0).sum(1) <= top_p + 1e-5).all()
 
 
 def test_bad_inputs_are_refused(device: str) -> None:

@@ -129,8 +129,6 @@ class TritonStepOps:
         num_sequences = len(batch.slots)
         self._num_chunks = num_sequences - batch.num_decodes
         self._num_chunk_tokens = len(batch.token_ids) - batch.num_decodes
-        self._max_query_len = max(batch.query_lens[: self._num_chunks], default=0)
-        self._max_context = max(batch.contexts[: self._num_chunks], default=0)
         self._decode: PagedDecode | None = None
         if batch.num_decodes:
             self._decode = ops.decode_for(batch.num_decodes)
@@ -207,8 +205,6 @@ class TritonStepOps:
             batch.slots[:num_chunks],
             batch.query_starts[: num_chunks + 1],
             batch.context_lens[:num_chunks],
-            max_query_len=self._max_query_len,
-            max_context=self._max_context,
             out=out,
         )
 

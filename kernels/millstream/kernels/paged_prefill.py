@@ -27,7 +27,6 @@ from millstream.kernels.kv_tiles import block_ids, tile_offsets
 from millstream.kernels.pdl import launch_dependents, wait
 
 _MIN_SEQUENCES_BLOCK = 64  # fewer sequences share its compiled kernel
-_SHORT_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +39,11 @@ class PrefillConfig:
     num_stages: int
 
 
-def choose_config(max_query_len: int, dtype: torch.dtype) -> PrefillConfig:
-    """The configuration for chunks of up to max_query_len (measured: tests/bench/attention.py)."""
+def choose_config(dtype: torch.dtype) -> PrefillConfig:
+    """What is fastest for chunks of any length (measured: tests/bench/attention.py)."""
     if dtype.itemsize > 2:
         return PrefillConfig(query_tile=32, key_tile=32, num_warps=8, num_stages=2)
-    if max_query_len <= _SHORT_QUERIES:
-        return PrefillConfig(query_tile=64, key_tile=64, num_warps=4, num_stages=3)
-    return PrefillConfig(query_tile=128, key_tile=64, num_warps=8, num_stages=3)
+    return PrefillConfig(query_tile=64, key_tile=64, num_warps=4, num_stages=3)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -195,8 +192,6 @@ def paged_prefill(
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     *,
-    max_query_len: int,
-    max_context: int,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
@@ -210,8 +205,6 @@ def paged_prefill(
         slots: [S] int32 or int64, the row of block_tables of each sequence.
         query_starts: [S + 1] int32, rising from 0 to at most T.
         context_lens: [S] int32, tokens of prefix and chunk.
-        max_query_len, max_context: what no chunk and no context exceeds; they choose the
-            configuration only.
         out: where the result goes, contiguous and like query; None: into a new tensor.
 
     Rows of query that no chunk has are not written. Raises ValueError for other shapes.
@@ -224,7 +217,7 @@ def paged_prefill(
         raise ValueError("out must be contiguous and like query")
     if not num_sequences or not num_tokens:
         return out
-    config = config or choose_config(min(max_query_len, num_tokens), query.dtype)
+    config = config or choose_config(query.dtype)
     _paged_prefill_kernel[(num_heads, num_tokens // config.query_tile + num_sequences)](
         query,
         key_cache,

@@ -19,6 +19,8 @@ from millstream.kernels.pdl import launch_dependents, wait
 
 # Heads of a program: few at small batches, whose latency counts; more when programs are plenty.
 _FEW_TOKENS, _FEW_HEADS, _MANY_HEADS = 64, 4, 8
+# Or the compiler makes fused multiply-adds of the rotation, which leave out the products' rounding.
+_KEEP_ROUNDING = {"enable_fp_fusion": False}
 
 
 # Indices may be slices: the kernel is not to be compiled again for an odd offset.
@@ -173,6 +175,7 @@ def qk_norm_rope_store(
         NORM=q_weight is not None,
         TABLE=positions is not None,
         num_warps=num_warps,
+        **_KEEP_ROUNDING,
         **pdl.options(qkv.device),
     )
     return query
