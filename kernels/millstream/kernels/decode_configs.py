@@ -9,7 +9,7 @@ import torch
 MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-_FEW_SEQUENCES = 4
+_FEW_SEQUENCES, _SOME_SEQUENCES = 4, 16
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -37,28 +37,35 @@ def choose_config(
     batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> DecodeConfig:
     """The configuration for up to `batch` sequences (measured: tests/bench/attention.py)."""
-    # A few sequences are cut into as many items as run at once: more would only cost combining.
-    items = 2 if batch <= _FEW_SEQUENCES else 4
     if dtype.itemsize > 2:
         return DecodeConfig(
             tile=32, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False
         )
     if head_dim == 128 and num_heads <= 2 * num_kv_heads:
+        return _few_queries_a_head(batch)
+    return DecodeConfig(
+        tile=64,
+        num_warps=4,
+        num_stages=2,
+        tokens_are_rows=False,
+        tail_apart=False,
+        max_registers=128 if head_dim == 128 else None,
+        # A few sequences are cut into as many items as run at once: more cost but combining.
+        items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 4,
+    )
+
+
+def _few_queries_a_head(batch: int) -> DecodeConfig:
+    if batch > _SOME_SEQUENCES:
         return DecodeConfig(
-            tile=64,
-            num_warps=4,
-            num_stages=3,
-            tokens_are_rows=True,
-            tail_apart=False,
-            max_registers=128,
-            items_per_multiprocessor=items,
+            tile=64, num_warps=2, num_stages=3, tokens_are_rows=False, tail_apart=True
         )
     return DecodeConfig(
         tile=64,
         num_warps=4,
-        num_stages=2 if head_dim == 128 else 3,
-        tokens_are_rows=False,
+        num_stages=3,
+        tokens_are_rows=True,
         tail_apart=False,
-        max_registers=128 if head_dim == 128 else 168,
-        items_per_multiprocessor=items,
+        max_registers=128,
+        items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 8,
     )
