@@ -59,9 +59,10 @@ class ServiceProcess:
     def failure(self) -> LaunchError:
         """Why it ended, in one line."""
         code = self.process.wait(_STOP_GRACE_S)
-        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        shown = " (its log says why)" if self._log is None else ""
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}{shown}"
         verb = "did not start" if self.port is None else "stopped"
-        reason = f"{ended} (its log says why)" if self._log is None else self._last_error() or ended
+        reason = ended if self._log is None else self._last_error() or ended
         return LaunchError(f"the {self.name} {verb}: {reason}")
 
     def terminate(self) -> None:

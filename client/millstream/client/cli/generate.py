@@ -8,6 +8,7 @@ import sys
 
 from millstream.client.cli import flags
 from millstream.client.client import Client
+from millstream.rpc.values import check_text
 
 HELP = "answer a prompt, or complete it"
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    check_text("prompt", prompt)  # before anything is connected
     params = flags.sampling_params(args)
     conversation = [{"role": "user", "content": prompt}]
     with Client(args.engine, args.tokenizer, timeout_s=args.connect_timeout_s) as client:
