@@ -17,6 +17,7 @@ from millstream.client.services import Services
 from millstream.client.text import TextStream
 from millstream.client.types import Output
 from millstream.rpc.errors import (
+    Cancelled,
     DeadlineExceeded,
     EngineFault,
     EngineUnavailable,
@@ -28,12 +29,25 @@ from millstream.v1 import engine_pb2, tokenizer_pb2
 _CALL_ITEMS = 128  # in one Encode or Decode call
 _CALL_SIZE = 1024 * 1024  # characters or ids in one
 _CALLS = 4  # at once
+_CLOSED = "the client was closed"
 _RETRY_S = 0.1  # after QueueFull without a hint
 
 _NO_INPUTS_FAULT = (EngineUnavailable, DeadlineExceeded, EngineFault)
 
 T = TypeVar("T")
 Outcome = Output | BaseException
+
+
+@contextlib.contextmanager
+def _closing_told() -> Iterator[None]:
+    """A cancellation that is not this task's own comes of the client's being closed: an error."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Cancelled(_CLOSED) from None
 
 
 class Executor:
@@ -61,9 +75,12 @@ class Executor:
                 self._run_chunk(batch[chunk], tick)
                 for chunk in _chunks([_encode_size(item) for item in batch])
             ]
-            for chunk_outcomes in await asyncio.gather(*chunks):
-                outcomes += chunk_outcomes
+            with _closing_told():
+                for chunk_outcomes in await asyncio.gather(*chunks):
+                    outcomes += chunk_outcomes
         for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, asyncio.CancelledError):
+                outcomes[number] = outcome = Cancelled(_CLOSED)
             in_place = return_exceptions and isinstance(outcome, MillstreamError)
             if isinstance(outcome, BaseException) and not in_place:
                 if not one:
@@ -74,7 +91,8 @@ class Executor:
     async def start(self, job: Job) -> Generation:
         """Submits one job, to be followed piece by piece."""
         deadline = _deadline(job)
-        (encoded,) = await self._encode_jobs([job])
+        with _closing_told():
+            (encoded,) = await self._encode_jobs([job])
         if isinstance(encoded, MillstreamError):
             raise encoded
         engine, text = await self._streams(job)
