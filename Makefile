@@ -34,7 +34,11 @@ proto: setup
 	deploy/tools/gen_protos.sh
 
 bench: setup
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench.wire --runner instant
+	$(BIN)/python -m tests.bench.wire --num-seqs 8 --max-tokens 64
+	$(BIN)/python -m tests.bench.decode
+	$(BIN)/python -m tests.bench.encode
+	$(BIN)/python -m tests.bench.startup
 
 # The image's torch: the one that pip finds here, for the image's Python.
 wheelhouse/.stamp: constraints.txt | .venv/.stamp
