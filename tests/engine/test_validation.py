@@ -9,7 +9,8 @@ import pytest
 
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request
-from millstream.engine.validation import MAX_STOP_TOKEN_IDS, resolved_proto, to_request
+from millstream.engine.sampling_validation import MAX_STOP_TOKEN_IDS
+from millstream.engine.validation import resolved_proto, to_request
 from millstream.rpc.errors import (
     InvalidArgument,
     MillstreamError,

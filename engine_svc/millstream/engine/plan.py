@@ -15,8 +15,8 @@ cached blocks of a sequence that starts may be filled by an earlier chunk of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from millstream.engine.request import Sampling
 
@@ -33,6 +33,8 @@ class SlotStart:
     banned_token_ids: tuple[int, ...]  # those stop ids; empty when min_tokens is 0
     num_computed_tokens: int  # found in the prefix cache; a multiple of the block size
     block_ids: tuple[int, ...]  # the slot's block table so far: the cached blocks and new ones
+    # Prompt and output so far, if sampling.needs_token_ids; else empty.
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,10 @@ class Chunk:
     start: int
     token_ids: tuple[int, ...]
     samples: bool  # the chunk ends the known tokens, so the next token is sampled
+    # prompt_logprobs: the ids that follow token_ids[first_target], [first_target + 1], ... in the
+    # prompt, whose log probabilities are wanted.
+    first_target: int = 0
+    target_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +72,27 @@ class Plan:
         return sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.decode_slots)
 
 
+class TokenLogprobs(NamedTuple):
+    """Log probabilities where one token is: log_softmax, in float32, of the model's own logits,
+    before penalties, bias, masks, temperature and filters. Never NaN."""
+
+    logprob: float  # of the token that is there
+    top_token_ids: list[
+        int
+    ]  # the likeliest ones, likeliest first; as many as the request asked for
+    top_logprobs: list[float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The tokens that a plan sampled: one for each chunk that samples, then one a decode slot."""
 
     step: int
     token_ids: list[int]
+    # Parallel to token_ids, None where the request did not ask; empty if none did.
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    # For each chunk that has targets, of each of these.
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from millstream.engine.config import EngineConfig
-from millstream.engine.plan import RunnerInfo
+from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.request import Request
 
 
@@ -92,6 +92,14 @@ class FinishedRecord(msgspec.Struct, array_like=True, frozen=True):
     preemptions: int
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Of a request's prompt tokens that follow those of its earlier records; the first record
+    begins with the second token."""
+
+    key: int
+    logprobs: list[TokenLogprobs]
+
+
 class StepRecord(_Record, frozen=True):
     """What one step produced, as parallel arrays; without tokens for what ended between steps."""
 
@@ -99,6 +107,9 @@ class StepRecord(_Record, frozen=True):
     keys: list[int]
     token_ids: list[int]
     finished: list[FinishedRecord]
+    # Parallel to token_ids, None where the request did not ask; empty if none did.
+    logprobs: list[TokenLogprobs | None] = []
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class Stats(msgspec.Struct, array_like=True, frozen=True):

@@ -19,9 +19,28 @@ class FinishReason(enum.IntEnum):
     SHUTDOWN = 6
 
 
+class GrammarKind(enum.IntEnum):
+    """How a GrammarSpec says what the output must be: the cases of structured_output."""
+
+    JSON_SCHEMA = 1
+    JSON_OBJECT = 2
+    REGEX = 3
+    CHOICE = 4
+    GRAMMAR = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSpec:
+    """What the output must be, as the user wrote it."""
+
+    kind: GrammarKind
+    text: str = ""  # of CHOICE a JSON array of strings, of JSON_OBJECT nothing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Resolved sampling parameters. Ranges are validation.py's; this type is never out of them."""
+    """Resolved sampling parameters. Ranges are sampling_validation.py's; this type is never out of
+    them."""
 
     max_tokens: int  # already clamped to the context limit
     temperature: float = 1.0
@@ -32,10 +51,38 @@ class Sampling:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id
+    allowed_token_ids: tuple[int, ...] = ()  # ascending, without repeats; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # none is empty
+    logprobs: int | None = None  # so many likeliest besides the token's own; None: none at all
+    prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether what may be sampled next depends on the tokens before, so that the host must
+        know them all."""
+        return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether a slot that starts must know the tokens so far."""
+        return self.has_penalties or self.follows_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

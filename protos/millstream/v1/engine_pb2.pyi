@@ -213,11 +213,13 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """0 to 1; default 0 (off). Drops tokens less likely than min_p times the likeliest."""
     presence_penalty: _builtins.float
-    """-2 to 2, default 0 (not yet)."""
+    """-2 to 2, default 0 (off): taken from the logit of each token that the output has."""
     frequency_penalty: _builtins.float
-    """-2 to 2, default 0 (not yet)."""
+    """-2 to 2, default 0 (off): taken from a token's logit as often as the output has it."""
     repetition_penalty: _builtins.float
-    """Above 0, default 1 (not yet)."""
+    """Above 0, default 1 (off): divides the positive and multiplies the negative logits of tokens
+    that the prompt or the output has.
+    """
     seed: _builtins.int
     """Makes the request reproducible; 0 is a seed. Unset: a random one."""
     max_tokens: _builtins.int
@@ -233,9 +235,14 @@ class SamplingParams(_message.Message):
     n: _builtins.int
     """Samples per prompt, on consecutive handles; default 1 (not yet: only 1)."""
     logprobs: _builtins.int
-    """Log probabilities of the sampled and the N likeliest tokens (not yet)."""
+    """Sends the log probability of each output token, and those of the N likeliest; 0 to 20. Unset:
+    none. They are log_softmax of the model's logits: before penalties, bias, what may be sampled,
+    temperature and filters.
+    """
     prompt_logprobs: _builtins.int
-    """Log probabilities of the prompt's tokens (not yet)."""
+    """The same of each prompt token but the first; 0 to 20. The prompt is then computed in full, not
+    read from the prefix cache.
+    """
     json_schema: _builtins.str
     """A JSON schema, as JSON text."""
     json_object: _builtins.bool
@@ -254,15 +261,22 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids (not yet)."""
+        """Added to the logits of these token ids, after the penalties; finite, clamped to -100 to 100."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be sampled (not yet)."""
+        """Only these token ids may be sampled; empty: all. A stop id that is not among them is never
+        sampled.
+        """
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
-        """Token sequences that must not appear in the output (not yet)."""
+        """Token sequences that the output must not have: the last id of one is not sampled after its
+        others. At most 1024, of 1 to 128 ids each.
+
+        Of structured_output, allowed_token_ids, min_tokens and bad_words, in this order, one that
+        would leave no id to sample does not count for that token.
+        """
 
     @_builtins.property
     def choice(self) -> Global___StringList:
@@ -434,6 +448,7 @@ class GenerateResponse(_message.Message):
     REJECTED_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """The first message of a stream, and only that one, has this."""
@@ -454,6 +469,12 @@ class GenerateResponse(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]:
         """Requests that ended, exactly once each, in the message with their last tokens."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """Log probabilities of prompts that asked for them: in pieces, of which the last comes no later
+        than the request's first token.
+        """
+
     def __init__(
         self,
         *,
@@ -462,10 +483,11 @@ class GenerateResponse(_message.Message):
         rejected: _abc.Iterable[Global___Rejected] | None = ...,
         output: Global___StepOutput | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["output", b"output", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "output", b"output", "ready", b"ready", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "output", b"output", "prompt_logprobs", b"prompt_logprobs", "ready", b"ready", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -664,6 +686,7 @@ class StepOutput(_message.Message):
     HANDLES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """A request per entry; one entry for each request that got tokens."""
@@ -676,20 +699,97 @@ class StepOutput(_message.Message):
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens per entry; empty when each has one."""
 
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """Of token_ids; absent when no request of this message asked for any."""
+
     def __init__(
         self,
         *,
         handles: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         counts: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "handles", b"handles", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "handles", b"handles", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """Log probabilities of tokens, as parallel arrays; SamplingParams.logprobs says what they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_COUNTS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One for each token. NaN for a token whose request did not ask."""
+
+    @_builtins.property
+    def top_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of the likeliest tokens are listed, for each token; empty when there are none."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens, likeliest first, token by token; the token itself may be one of them."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log probabilities, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        token_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_counts: _abc.Iterable[_builtins.int] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_logprobs", b"token_logprobs", "top_counts", b"top_counts", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """A piece of a prompt's log probabilities."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The request."""
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """Of the prompt tokens that follow those of earlier pieces; the first piece begins with the
+        second token.
+        """
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        logprobs: Global___Logprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
