@@ -13,6 +13,7 @@ from millstream.engine import config as engine_config
 from millstream.engine.config import EngineConfig
 from millstream.engine.load import find_model
 from millstream.engine.service import EngineService, Model
+from millstream.engine.servicer import DIALECT
 from millstream.rpc.flags import add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
 from millstream.rpc.parsing import HelpFormatter, Parser
@@ -34,7 +35,10 @@ def main() -> None:
 
 async def _serve(config: EngineConfig, server: ServerConfig) -> int:
     service = EngineService(
-        config, lambda: _find_model(config), max_message_bytes=server.max_message_bytes
+        config,
+        lambda: _find_model(config),
+        dialects=(DIALECT,),
+        max_message_bytes=server.max_message_bytes,
     )
     return await run_service(service, server)
 

@@ -1,19 +1,20 @@
-"""The engine's gRPC service: submissions become requests for the core, its steps become messages.
+"""The engine's front end: submissions become requests for the core, its steps become messages.
 
-Life cycle (load, failed, drain, close) as millstream.rpc.server runs it. What a stream holds is
-streams.py's, what a submission may say validation.py's, the core process supervisor.py's business.
+Life cycle (load, failed, drain, close) as millstream.rpc.server runs it. The RPCs are a dialect's
+business (servicer.py), what a stream holds is streams.py's, what a submission may say
+validation.py's, the core process supervisor.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -27,26 +28,19 @@ from millstream.engine.supervisor import Supervisor
 from millstream.engine.validation import resolved_proto, to_request
 from millstream.rpc.errors import (
     DuplicateHandle,
-    EngineFault,
     EngineUnavailable,
     MillstreamError,
     QueueFull,
-    abort,
     to_status,
 )
 from millstream.rpc.threads import in_daemon_thread
-from millstream.v1 import engine_pb2, engine_pb2_grpc
+from millstream.v1 import engine_pb2
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
-# Submissions handled before other streams get a turn: about 10 ms of short ones.
-SUBMISSIONS_PER_TURN = 512
 RETRY_AFTER_S = 1.0
 STATS_LOG_INTERVAL_S = 10.0
 SHUTDOWN_GRACE_S = 1.0  # after a drain's time limit, for the last messages to leave
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +52,27 @@ class Model:
     tokenizer_fingerprint: str
 
 
-class EngineService(engine_pb2_grpc.EngineServicer):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """A protocol that the engine speaks."""
+
+    service_name: str
+    register: Callable[[EngineService, grpc.aio.Server], None]  # adds its servicer to the server
+
+
+class EngineService:
     """One engine. Everything runs on the event loop, but `find_model`, which may block for
     minutes (it downloads), raises StartError, and gets a thread of its own."""
 
     def __init__(
-        self, config: EngineConfig, find_model: Callable[[], Model], *, max_message_bytes: int
+        self,
+        config: EngineConfig,
+        find_model: Callable[[], Model],
+        *,
+        dialects: Sequence[Dialect],
+        max_message_bytes: int,
     ) -> None:
+        self._dialects = dialects
         self._config = config
         self._find_model = find_model
         self._max_message_bytes = max_message_bytes
@@ -83,10 +91,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (SERVICE_NAME,)
+        return tuple(dialect.service_name for dialect in self._dialects)
 
     def register(self, server: grpc.aio.Server) -> None:
-        engine_pb2_grpc.add_EngineServicer_to_server(self, server)
+        for dialect in self._dialects:
+            dialect.register(self, server)
 
     async def load(self) -> None:
         model = await in_daemon_thread(self._find_model, name="find-model")
@@ -155,84 +164,54 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 len(self._streams),
             )
 
-    # ---- the RPCs
+    # ---- for the servicers
 
-    async def GetEngineInfo(
-        self, request: engine_pb2.GetEngineInfoRequest, context: Context
-    ) -> engine_pb2.GetEngineInfoResponse:
-        if self._info is None:
-            await abort(context, EngineUnavailable(self._unavailable or ""))
-        return engine_pb2.GetEngineInfoResponse(engine=self._engine_info)
+    @property
+    def info(self) -> RunnerInfo | None:
+        """What the core told once it was loaded; None before."""
+        return self._info
 
-    async def GetStats(
-        self, request: engine_pb2.GetStatsRequest, context: Context
-    ) -> engine_pb2.GetStatsResponse:
+    @property
+    def engine_info(self) -> engine_pb2.EngineInfo:
+        """The model and the limits. Raises EngineUnavailable while it is not loaded."""
         if self._info is None:
-            await abort(context, EngineUnavailable(self._unavailable or ""))
-        try:
-            gauges = await self._core.stats()
-        except EngineUnavailable as error:
-            await abort(context, error)
+            raise EngineUnavailable(self._unavailable or "")
+        return self._engine_info
+
+    async def stats(self) -> engine_pb2.GetStatsResponse:
+        """Gauges and counters at this moment. Raises EngineUnavailable."""
+        if self._info is None:
+            raise EngineUnavailable(self._unavailable or "")
+        gauges = await self._core.stats()
         return wire.stats(
             gauges, open_streams=len(self._streams), messages_sent=self._messages_sent
         )
 
-    # Not an async generator: grpc would leave it suspended, and its `finally` to the garbage
-    # collector, when the RPC is cancelled while a message is being written.
-    async def Generate(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[engine_pb2.GenerateRequest], context: Context
-    ) -> None:
+    @contextlib.contextmanager
+    def open_stream(self) -> Iterator[Stream]:
+        """A stream for one RPC; what it has in flight at the end is cancelled. Raises
+        EngineUnavailable when no requests are taken."""
         if self._unavailable is not None:
-            await abort(context, EngineUnavailable(self._unavailable))
+            raise EngineUnavailable(self._unavailable)
         stream = Stream(next(self._stream_numbers))
-        try:
-            await self._serve(stream, request_iterator, context)
-        except MillstreamError as error:
-            await abort(context, error)
-
-    async def _serve(
-        self,
-        stream: Stream,
-        requests: AsyncIterator[engine_pb2.GenerateRequest],
-        context: Context,
-    ) -> None:
-        """Until the stream ends. Raises its error; cancelled when the RPC is."""
         self._streams[stream.number] = stream
-        reading = asyncio.create_task(self._read(stream, requests))
         try:
-            await self._write(stream, context)
+            yield stream
         finally:
-            reading.cancel()
             del self._streams[stream.number]
             self._finish(stream, stream.close(), FinishReason.CANCELLED)
 
-    async def _write(self, stream: Stream, context: Context) -> None:
-        message: engine_pb2.GenerateResponse | None
-        message = engine_pb2.GenerateResponse(ready=engine_pb2.Ready(engine=self._engine_info))
-        while message is not None:
-            await context.write(message)
-            self._messages_sent += 1
-            message = await stream.next()
+    def cancel(self, stream: Stream, handles: Iterable[int]) -> None:
+        """Ends requests as CANCELLED; those that are not live are ignored."""
+        self._finish(stream, filter(stream.is_live, handles), FinishReason.CANCELLED)
 
-    async def _read(
-        self, stream: Stream, requests: AsyncIterator[engine_pb2.GenerateRequest]
-    ) -> None:
-        """Obeys a stream's messages until it is half-closed. Fails the stream, never in silence."""
-        try:
-            async for message in requests:
-                for start in range(0, len(message.submit), SUBMISSIONS_PER_TURN):
-                    self._submit(stream, message.submit[start : start + SUBMISSIONS_PER_TURN])
-                    await asyncio.sleep(0)
-                    await stream.room()
-                self._finish(stream, filter(stream.is_live, message.cancel), FinishReason.CANCELLED)
-            stream.end_when_idle(None)
-        except Exception:
-            logger.exception("reading a stream failed")
-            stream.fail(EngineFault("internal error; the service's log has it"))
+    def count_message(self) -> None:
+        """One more message was sent on a stream."""
+        self._messages_sent += 1
 
     # ---- requests in, steps out
 
-    def _submit(self, stream: Stream, submissions: Iterable[engine_pb2.Submission]) -> None:
+    def submit(self, stream: Stream, submissions: Iterable[engine_pb2.Submission]) -> None:
         """Accepts or refuses each; those accepted go to the core as one record."""
         requests: list[Request] = []
         for submission in submissions:
