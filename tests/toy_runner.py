@@ -45,11 +45,22 @@ def toy_info(
 
 
 def toy_request(
-    key: int, token_ids: list[int], *, cache_salt: str = "", **sampling: Any
+    key: int,
+    token_ids: list[int],
+    *,
+    cache_salt: str = "",
+    priority: int = 0,
+    client: int = 0,
+    **sampling: Any,
 ) -> Request:
     sampling.setdefault("max_tokens", 8)
     return Request(
-        key=key, token_ids=token_ids, sampling=Sampling(**sampling), cache_salt=cache_salt
+        key=key,
+        token_ids=token_ids,
+        sampling=Sampling(**sampling),
+        cache_salt=cache_salt,
+        priority=priority,
+        client=client,
     )
 
 

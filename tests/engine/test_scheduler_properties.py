@@ -3,14 +3,16 @@ each request gets the tokens that it would get alone, and nothing is left behind
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from tests.toy_runner import ToyRunner, reference, toy_info, toy_request
 
-from millstream.engine.plan import RunnerInfo
+from millstream.engine.plan import Plan, RunnerInfo
 from millstream.engine.records import FinishedRecord, StepRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.scheduler import Scheduler
+from millstream.engine.sequence import Sequence, Status
 
 BLOCK_SIZE = 4
 SEEDS = 600
@@ -30,11 +32,13 @@ def random_info(rng: random.Random) -> RunnerInfo:
 
 
 def random_requests(rng: random.Random, info: RunnerInfo) -> list[Request]:
-    """Prompts that share prefixes, some of them equal; every request fits by itself."""
+    """Prompts that share prefixes, some of them equal, some of them several samples of one prompt,
+    of a few clients and priorities; every request fits by itself."""
     capacity = min(info.num_blocks * BLOCK_SIZE + 1, info.max_model_len)
     families = [[rng.randrange(info.vocab_size) for _ in range(capacity)] for _ in range(3)]
-    requests = []
-    for key in range(rng.randint(1, 14)):
+    priorities, num_clients = rng.choice([[0], [-5, 0, 3]]), rng.randint(1, 3)
+    requests: list[Request] = []
+    for _ in range(rng.randint(1, 12)):
         prompt_len = rng.randint(1, capacity - 1)
         shared = rng.choice([0, 4, 8, prompt_len // 2, prompt_len])
         prompt = rng.choice(families)[:prompt_len]
@@ -42,18 +46,19 @@ def random_requests(rng: random.Random, info: RunnerInfo) -> list[Request]:
         if rng.random() < 0.3:  # equal blocks behind unequal ones
             prompt[0] = rng.randrange(info.vocab_size)
         max_tokens = rng.randint(1, capacity - prompt_len)
-        requests.append(
-            toy_request(
-                key,
-                prompt,
-                cache_salt=rng.choice(["", "", "a", "b"]),
-                max_tokens=max_tokens,
-                min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
-                seed=rng.randrange(3),
-                stop_token_ids=rng.choice([(), (3,), (4, 6)]),
-                ignore_eos=rng.random() < 0.5,
-            )
+        first = toy_request(
+            len(requests),
+            prompt,
+            cache_salt=rng.choice(["", "", "a", "b"]),
+            priority=rng.choice(priorities),
+            client=rng.randrange(num_clients),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+            seed=rng.randrange(3),
+            stop_token_ids=rng.choice([(), (3,), (4, 6)]),
+            ignore_eos=rng.random() < 0.5,
         )
+        requests += samples(first, rng.choice([1, 1, 1, rng.randint(2, 4)]))
     return requests
 
 
@@ -67,6 +72,9 @@ class Traffic:
         self.finished: dict[int, FinishedRecord] = {}
         self.first_token_s: dict[int, float] = {}
         self.arrived_at: dict[int, float] = {}
+        self.admitted: dict[int, int] = {}  # running ones: how many were admitted before
+        self.num_admitted = 0
+        self.seen: Counter[str] = Counter()
         self.now = 0.0
 
     def add(self, request: Request) -> None:
@@ -81,12 +89,42 @@ class Traffic:
     def launch(self) -> bool:
         if self.scheduler.num_launched == self.runner.info.max_in_flight:
             return False
-        plan = self.scheduler.schedule(self.now)
+        plan = self.schedule()
         if plan is None:
             assert self.scheduler.num_launched or not self.scheduler.has_work, "stuck"
             return False
         self.runner.launch(plan)
         return True
+
+    def schedule(self) -> Plan | None:
+        """Decides a step, and checks who was admitted and who preempted."""
+        ran = {s.key: s for s in self.sequences(Status.RUNNING)}
+        plan = self.scheduler.schedule(self.now)
+        waiting, running = self.sequences(Status.WAITING), self.sequences(Status.RUNNING)
+        by_slot = {s.slot: s for s in running}
+        admitted_now = [by_slot[start.slot] for start in plan.starts] if plan else []
+        stayed = [s for s in running if s.key in ran and s not in admitted_now]
+        for preempted in (s for s in waiting if s.key in ran):
+            for other in stayed:
+                assert self.rank(preempted) > self.rank(other), "an urgent one was preempted"
+                self.seen["preempted by rank"] += (
+                    other.request.priority < preempted.request.priority
+                )
+        for admitted in admitted_now:
+            self.admitted[admitted.key] = self.num_admitted
+            self.num_admitted += 1
+            for other in waiting:
+                assert admitted.request.priority <= other.request.priority, "not whose turn it was"
+                if share(admitted) == share(other) and not other.preemptions:
+                    assert admitted.preemptions or admitted.arrived_at <= other.arrived_at
+                    self.seen["overtaking nobody"] += 1
+        return plan
+
+    def sequences(self, status: Status) -> list[Sequence]:
+        return [s for s in self.scheduler._sequences.values() if s.status is status]
+
+    def rank(self, sequence: Sequence) -> tuple[int, int]:
+        return sequence.request.priority, self.admitted[sequence.key]
 
     def collect(self) -> None:
         if self.scheduler.num_launched:
@@ -105,6 +143,22 @@ class Traffic:
             self.finished[finished.key] = finished
 
 
+def samples(first: Request, count: int) -> list[Request]:
+    """As validation makes them of a submission with n: consecutive keys and seeds."""
+    return [
+        replace(
+            first,
+            key=first.key + i,
+            sampling=replace(first.sampling, seed=first.sampling.seed + i),
+        )
+        for i in range(count)
+    ]
+
+
+def share(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.request.client
+
+
 @pytest.mark.parametrize("first_seed", range(0, SEEDS, 100))
 def test_random_traffic(first_seed: int) -> None:
     seen: Counter[str] = Counter()
@@ -112,6 +166,7 @@ def test_random_traffic(first_seed: int) -> None:
         seen += run_traffic(seed)
     # The traffic is worth something only while it meets all of these.
     rare = ("stop", "length", "cancelled", "preempted", "cached", "surplus")
+    rare += ("preempted by rank", "overtaking nobody")
     assert all(seen[event] >= 10 for event in rare), seen
 
 
@@ -149,7 +204,7 @@ def run_traffic(seed: int) -> Counter[str]:
     for request in requests:
         check_outcome(request, traffic, info)
     reasons = Counter(FinishReason(record.reason) for record in traffic.finished.values())
-    return Counter(
+    return traffic.seen + Counter(
         stop=reasons[FinishReason.STOP],
         length=reasons[FinishReason.LENGTH],
         cancelled=reasons[FinishReason.CANCELLED],

@@ -94,3 +94,5 @@ class Request:
     sampling: Sampling
     request_id: str = ""  # for logs
     cache_salt: str = ""
+    priority: int = 0  # smaller is served first
+    client: int = 0  # whose it is: clients share the engine fairly

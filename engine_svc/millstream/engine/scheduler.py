@@ -6,11 +6,14 @@ gives every decoding sequence its token first, and what is left of the token bud
 
     waiting -----admit-----> prefilling (one at most) ------> decoding -----> draining / finished
        ^                            |                            |
-       '------- preempt: the last admitted first, to the front --'
+       '---- preempt: the least urgent first, to the front ------'
 
-Requests are served in order of arrival. Blocks for all known tokens are taken at admission, one
-more whenever a decode fills its last; when there is none, the last admitted sequence gives up its
-blocks and computes again later. The first admitted one so always gets on, and it fits by itself.
+Who is admitted next is waiting.py's: by priority, fairly among clients, in order of arrival. Nobody
+overtakes the next one when that has to wait for blocks, and nobody gives up a slot for it. Blocks
+for all known tokens are taken at admission, one more whenever a decode fills its last; when there
+is none, the running sequence of the lowest priority (the largest number), of several the last
+admitted, gives up its blocks and computes again later. The most urgent, first admitted one so
+always gets on, and it fits by itself.
 
 With a runner that works one step ahead, schedule() is called while the tokens of the last plan are
 pending. Lengths are known without them: nothing is launched past the last token, and a sequence
@@ -22,7 +25,7 @@ Pure: no clock, no threads, no I/O. Not thread-safe.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 
 from millstream.engine.block_pool import BlockPool
@@ -30,6 +33,7 @@ from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResul
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.sequence import Sequence, Status, never_fits
+from millstream.engine.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,10 @@ class _Launched:
     num_chunk_rows: int  # the first so many sample at the end of a chunk
 
 
+def _urgency(sequence: Sequence) -> int:
+    return sequence.request.priority
+
+
 class Scheduler:
     """Owns every sequence and the block pool. Times are seconds of one monotonic clock."""
 
@@ -48,7 +56,7 @@ class Scheduler:
         self.info = info
         self._pool = BlockPool(info.num_blocks, info.block_size, prefix_caching)
         self._sequences: dict[int, Sequence] = {}  # by key, until they finish
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._waiting = WaitingQueue()
         self._prefilling: Sequence | None = None  # always the last admitted
         # In order of admission. Replaced, never changed in place: plans in flight refer to it.
         self._decoding: list[Sequence] = []
@@ -73,7 +81,7 @@ class Scheduler:
         assert request.key not in self._sequences, "the front end reused a live key"
         sequence = Sequence.create(request, self.info, now)
         self._sequences[request.key] = sequence
-        self._waiting[request.key] = sequence
+        self._waiting.add(sequence)
         problem = never_fits(self.info, sequence.prompt_len, request.sampling.max_tokens)
         return self._end(sequence, FinishReason.ERROR, now, message=problem) if problem else None
 
@@ -93,9 +101,10 @@ class Scheduler:
         message: str = "",
     ) -> FinishedRecord:
         if sequence.status is Status.WAITING:
-            del self._waiting[sequence.key]
+            self._waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._release(sequence)
+            self._waiting.stopped(sequence)
         sequence.status = Status.FINISHED
         del self._sequences[sequence.key]
         self._requests_finished += 1
@@ -154,37 +163,40 @@ class Scheduler:
         for sequence in due:
             if sequence.num_computed_tokens == sequence.max_computed_tokens:
                 self._release(sequence)
+                self._waiting.stopped(sequence)
                 sequence.status = Status.DRAINING
+        due.sort(key=_urgency)  # stable: then by admission
         appends: list[tuple[int, int]] = []
         for sequence in due:  # an earlier one may preempt a later one, never the reverse
             while sequence.status is Status.RUNNING and not self._pool.can_allocate(1):
-                self._preempt(self._last_admitted())
+                self._preempt(self._least_urgent())
             if sequence.status is Status.RUNNING:
                 self._register(sequence)
                 self._give_blocks(sequence, self._pool.allocate(1))
                 appends.append((sequence.slot, sequence.block_ids[-1]))
         return tuple(appends)
 
-    def _last_admitted(self) -> Sequence:
-        running = (item for item in reversed(self._decoding) if item.status is Status.RUNNING)
-        return self._prefilling or next(running)
+    def _least_urgent(self) -> Sequence:
+        """Of the lowest priority the last admitted. One runs."""
+        running = [item for item in self._decoding if item.status is Status.RUNNING]
+        if self._prefilling is not None:
+            running.append(self._prefilling)
+        return max(reversed(running), key=_urgency)  # the first of several
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the queue; what it knows stays, what it computed may be found again
-        in the prefix cache."""
+        """Back to the front of its priority; what it knows stays, what it computed may be found
+        again in the prefix cache."""
         self._release(sequence)
         sequence.status = Status.WAITING
         sequence.preemptions += 1
-        self._waiting[sequence.key] = sequence
-        self._waiting.move_to_end(sequence.key, last=False)
+        self._waiting.put_back(sequence)
         self._num_preemptions += 1
 
     def _admit(self, starts: list[SlotStart], now: float) -> Sequence | None:
-        """Gives the first in the queue a slot and blocks for all its known tokens, if there are."""
-        if not self._waiting or not self._free_slots:
-            return None
-        sequence = next(iter(self._waiting.values()))
-        if sequence.num_pending_tokens:  # preempted; its last token comes with a plan in flight
+        """Gives the next in the queue a slot and blocks for all its known tokens, if there are."""
+        sequence = self._waiting.first() if self._free_slots else None
+        # Of a preempted one, the last token may come with a plan in flight.
+        if sequence is None or sequence.num_pending_tokens:
             return None
         known, size = len(sequence.token_ids), self.info.block_size
         cached: list[int] = []
@@ -194,7 +206,7 @@ class Scheduler:
         spare = self._spare_blocks if self.num_running else 0
         if not self._pool.can_allocate(num_new + spare, cached):
             return None
-        del self._waiting[sequence.key]
+        self._waiting.admit(sequence)
         sequence.status = Status.RUNNING
         sequence.slot = self._free_slots.pop()
         sequence.num_computed_tokens = len(cached) * size
@@ -339,6 +351,7 @@ class Scheduler:
         self._pool.check_invariants([item.block_ids for item in running])
         for key, sequence in self._sequences.items():
             sequence.check_invariants(self.info.block_size)
-            assert (sequence.status is Status.WAITING) == (key in self._waiting)
+            assert sequence.key == key
             assert (sequence.status is Status.RUNNING) == (sequence in running)
-        assert len(self._waiting) + len(running) <= len(self._sequences), "a sequence leaks"
+        waiting = [item for item in self._sequences.values() if item.status is Status.WAITING]
+        self._waiting.check_invariants(waiting, running)
