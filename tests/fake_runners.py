@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millstream.engine.config import EngineConfig
+from millstream.engine.instant_runner import made_up_result, note_logprobs
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 
 VOCAB_SIZE = 1000
@@ -54,10 +55,12 @@ class FakeRunner:
         )
         self._before_result = before_result
         self._last = [0] * max_num_seqs
-        self._launched: deque[tuple[Plan, list[int]]] = deque()
+        self._num_logprobs: dict[int, int] = {}
+        self._launched: deque[tuple[Plan, StepResult]] = deque()
 
     def launch(self, plan: Plan) -> None:
         token_ids = []
+        note_logprobs(plan, self._num_logprobs)
         for chunk in plan.chunks:
             if chunk.samples:
                 self._last[chunk.slot] = (chunk.token_ids[-1] + 1) % VOCAB_SIZE
@@ -65,12 +68,12 @@ class FakeRunner:
         for slot in plan.decode_slots:
             self._last[slot] = (self._last[slot] + 1) % VOCAB_SIZE
             token_ids.append(self._last[slot])
-        self._launched.append((plan, token_ids))
+        self._launched.append((plan, made_up_result(plan, token_ids, self._num_logprobs)))
 
     def collect(self) -> StepResult:
-        plan, token_ids = self._launched.popleft()
+        plan, result = self._launched.popleft()
         self._before_result(plan)
-        return StepResult(step=plan.step, token_ids=token_ids)
+        return result
 
     def close(self) -> None:
         self._launched.clear()

@@ -8,6 +8,7 @@ by a device that lags behind the host.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from array import array
 from collections import deque
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream.engine.config import EngineConfig
-from millstream.engine.plan import Plan, RunnerInfo, SlotStart, StepResult
+from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult, TokenLogprobs
 from millstream.engine.request import FinishReason, Request, Sampling
 
 
@@ -94,6 +95,20 @@ def _checksum(before: int, token_id: int) -> int:
     return zlib.crc32(array("I", [before, token_id]).tobytes())
 
 
+def score(checksum: int, token_id: int) -> TokenLogprobs:
+    """The toy's log probability of a token after a prefix with this checksum."""
+    return TokenLogprobs(-float(_checksum(checksum, token_id)), [token_id], [0.0])
+
+
+def prompt_scores(request: Request) -> list[TokenLogprobs]:
+    """What prompt_logprobs are of a request."""
+    checksum, scores = 0, []
+    for token_id, target in itertools.pairwise(request.token_ids):
+        checksum = _checksum(checksum, token_id)
+        scores.append(score(checksum, target))
+    return scores
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     position: int
@@ -139,6 +154,7 @@ class ToyRunner:
         plan = self._launched.popleft()
         for start in plan.starts:
             assert start.num_computed_tokens % self.info.block_size == 0
+            assert bool(start.token_ids) == start.sampling.needs_token_ids
             self._slots[start.slot] = _Slot(start, list(start.block_ids), start.num_computed_tokens)
         for number, block_id in plan.block_appends:
             self._slot(number).block_ids.append(block_id)
@@ -161,10 +177,34 @@ class ToyRunner:
         for slot in rows:
             slot.last = self._sample(slot)
         self.num_sampled += len(rows)
-        return StepResult(step=plan.step, token_ids=[slot.last or 0 for slot in rows])
+        return StepResult(
+            step=plan.step,
+            token_ids=[slot.last or 0 for slot in rows],
+            logprobs=[self._logprobs(slot) for slot in rows]
+            if any(slot.start.sampling.logprobs is not None for slot in rows)
+            else [],
+            prompt_logprobs=[
+                [
+                    self._score(chunk, chunk.first_target + i, target)
+                    for i, target in enumerate(chunk.target_ids)
+                ]
+                for chunk in plan.chunks
+                if chunk.target_ids
+            ],
+        )
 
     def close(self) -> None:
         self.closed = True
+
+    def _logprobs(self, slot: _Slot) -> TokenLogprobs | None:
+        if slot.start.sampling.logprobs is None:
+            return None
+        assert slot.last is not None
+        return score(self._read(slot, slot.num_computed - 1).checksum, slot.last)
+
+    def _score(self, chunk: Chunk, row: int, target: int) -> TokenLogprobs:
+        """Of the token after position chunk.start + row; read back through the KV."""
+        return score(self._read(self._slot(chunk.slot), chunk.start + row).checksum, target)
 
     def _slot(self, number: int) -> _Slot:
         slot = self._slots[number]
@@ -177,6 +217,8 @@ class ToyRunner:
         index, offset = divmod(position, self.info.block_size)
         block_id = slot.block_ids[index]
         assert 1 <= block_id <= self.info.num_blocks
+        known = slot.start.token_ids
+        assert not known[position:] or known[position] == token_id, "a start with other tokens"
         before = self._read(slot, position - 1).checksum if position else 0
         self._kv[block_id][offset] = _Entry(position, token_id, _checksum(before, token_id))
         slot.num_computed += 1

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 from tests.toy_engine import Engine
-from tests.toy_runner import next_token, reference, toy_info, toy_request
+from tests.toy_runner import next_token, prompt_scores, reference, toy_info, toy_request
 
-from millstream.engine.plan import StepResult
+from millstream.engine.plan import StepResult, TokenLogprobs
 from millstream.engine.request import FinishReason
 from millstream.engine.scheduler import Scheduler
 
@@ -405,3 +405,20 @@ def test_stats_count_requests_tokens_and_blocks() -> None:
     assert (stats.prompt_tokens, stats.generation_tokens, stats.requests_finished) == (27, 9, 3)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (27, 16)
     assert stats.steps == len(engine.runner.plans)
+
+
+def test_row_67_a_request_that_scores_its_prompt_fills_the_prefix_cache_and_reads_none(
+    in_flight: int,
+) -> None:
+    engine = Engine(toy_info(max_in_flight=in_flight, max_num_batched_tokens=7))
+    prompt = list(range(33))
+    scored: dict[int, list[TokenLogprobs]] = {}
+    for key in (1, 2):
+        engine.add(toy_request(key, prompt, prompt_logprobs=3, max_tokens=1))
+        while engine.scheduler.has_work:
+            engine.launch()
+            for piece in engine.collect().prompt_logprobs:
+                scored.setdefault(piece.key, []).extend(piece.logprobs)
+    engine.run(toy_request(3, prompt, max_tokens=1))
+    assert scored[1] == scored[2] == prompt_scores(toy_request(0, prompt))
+    assert [engine.finished[key].cached_tokens for key in (1, 2, 3)] == [0, 0, 32]

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from tests.toy_runner import ToyRunner, reference, toy_info, toy_request
+from tests.toy_runner import ToyRunner, prompt_scores, reference, toy_info, toy_request
 
-from millstream.engine.plan import Plan, RunnerInfo
+from millstream.engine.plan import Plan, RunnerInfo, TokenLogprobs
 from millstream.engine.records import FinishedRecord, StepRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.scheduler import Scheduler
@@ -57,6 +57,9 @@ def random_requests(rng: random.Random, info: RunnerInfo) -> list[Request]:
             seed=rng.randrange(3),
             stop_token_ids=rng.choice([(), (3,), (4, 6)]),
             ignore_eos=rng.random() < 0.5,
+            bad_words=rng.choice([(), (), ((1, 2),)]),  # only so that starts know the tokens
+            logprobs=rng.choice([None, None, 1]),
+            prompt_logprobs=rng.choice([None, None, 1]),
         )
         requests += samples(first, rng.choice([1, 1, 1, rng.randint(2, 4)]))
     return requests
@@ -69,6 +72,8 @@ class Traffic:
         self.scheduler = Scheduler(info, prefix_caching)
         self.runner = ToyRunner(info)
         self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.finished: dict[int, FinishedRecord] = {}
         self.first_token_s: dict[int, float] = {}
         self.arrived_at: dict[int, float] = {}
@@ -78,7 +83,8 @@ class Traffic:
         self.now = 0.0
 
     def add(self, request: Request) -> None:
-        self.tokens[request.key] = []
+        self.tokens[request.key], self.logprobs[request.key] = [], []
+        self.prompt_logprobs[request.key] = []
         self.arrived_at[request.key] = self.now
         self.note(self.scheduler.add(request, self.now))
 
@@ -130,9 +136,14 @@ class Traffic:
         if self.scheduler.num_launched:
             record: StepRecord = self.scheduler.apply(self.runner.collect(), self.now)
             assert len(set(record.keys)) == len(record.keys) == len(record.token_ids)
-            for key, token_id in zip(record.keys, record.token_ids, strict=True):
+            for piece in record.prompt_logprobs:
+                assert not self.tokens[piece.key] and piece.key not in self.finished, "late"
+                self.prompt_logprobs[piece.key] += piece.logprobs
+            logprobs = record.logprobs or [None] * len(record.keys)
+            for key, token_id, entry in zip(record.keys, record.token_ids, logprobs, strict=True):
                 assert key not in self.finished, "a token after the end"
                 self.tokens[key].append(token_id)
+                self.logprobs[key].append(entry)
                 self.first_token_s.setdefault(key, self.now - self.arrived_at[key])
             for finished in record.finished:
                 self.note(finished)
@@ -165,7 +176,7 @@ def test_random_traffic(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 100):
         seen += run_traffic(seed)
     # The traffic is worth something only while it meets all of these.
-    rare = ("stop", "length", "cancelled", "preempted", "cached", "surplus")
+    rare = ("stop", "length", "cancelled", "preempted", "cached", "scored", "surplus")
     rare += ("preempted by rank", "overtaking nobody")
     assert all(seen[event] >= 10 for event in rare), seen
 
@@ -203,6 +214,7 @@ def run_traffic(seed: int) -> Counter[str]:
     assert prefix_caching or stats.prefix_cache_hits == 0
     for request in requests:
         check_outcome(request, traffic, info)
+        check_logprobs(request, traffic)
     reasons = Counter(FinishReason(record.reason) for record in traffic.finished.values())
     return traffic.seen + Counter(
         stop=reasons[FinishReason.STOP],
@@ -210,8 +222,20 @@ def run_traffic(seed: int) -> Counter[str]:
         cancelled=reasons[FinishReason.CANCELLED],
         preempted=stats.num_preemptions,
         cached=stats.prefix_cache_hits,
+        scored=sum(map(len, traffic.prompt_logprobs.values())),
         surplus=traffic.runner.num_sampled - stats.generation_tokens,
     )
+
+
+def check_logprobs(request: Request, traffic: Traffic) -> None:
+    """Rows 66 and 67: parallel to the tokens, and of the prompt complete, once, whatever is in the
+    prefix cache."""
+    got, sampling = traffic.tokens[request.key], request.sampling
+    entries, of_prompt = traffic.logprobs[request.key], traffic.prompt_logprobs[request.key]
+    asked = [None if sampling.logprobs is None else [token_id] for token_id in got]
+    assert [entry and entry.top_token_ids for entry in entries] == asked
+    wanted = prompt_scores(request) if sampling.prompt_logprobs is not None else []
+    assert of_prompt == (wanted if got else wanted[: len(of_prompt)])
 
 
 def check_outcome(request: Request, traffic: Traffic, info: RunnerInfo) -> None:

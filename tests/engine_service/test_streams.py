@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import tracemalloc
+from collections.abc import Sequence
 
 import pytest
 
+from millstream.engine.plan import TokenLogprobs
+from millstream.engine.step_parts import StepPart
 from millstream.engine.streams import (
-    MAX_ACCEPTED_PER_MESSAGE,
+    MAX_ACCEPTED_BYTES,
     MAX_ENDED_UNSENT,
-    MAX_TOKENS_PER_MESSAGE,
+    MAX_VALUES_PER_MESSAGE,
     Stream,
 )
 from millstream.rpc.errors import EngineFault, EngineUnavailable
@@ -28,6 +32,37 @@ def reject(stream: Stream, handle: int) -> None:
 
 def finished(*handles: int) -> list[engine_pb2.Finished]:
     return [engine_pb2.Finished(handle=handle) for handle in handles]
+
+
+def add_step(
+    stream: Stream,
+    handles: Sequence[int],
+    token_ids: Sequence[int],
+    ended: list[engine_pb2.Finished],
+    logprobs: Sequence[TokenLogprobs | None] = (),
+    prompt_logprobs: Sequence[tuple[int, list[TokenLogprobs]]] = (),
+) -> None:
+    stream.add_step(
+        StepPart(list(handles), list(token_ids), ended, list(logprobs), list(prompt_logprobs))
+    )
+
+
+def scores(token_id: int, count: int = 2) -> TokenLogprobs:
+    """Made up of the token; exact in float32."""
+    ids = [token_id + i for i in range(count)]
+    return TokenLogprobs(-float(token_id), ids, [-float(each) for each in ids])
+
+
+def unpack(columns: engine_pb2.Logprobs) -> list[TokenLogprobs | None]:
+    counts = columns.top_counts or [0] * len(columns.token_logprobs)
+    ids, values = iter(columns.top_token_ids), iter(columns.top_logprobs)
+    entries: list[TokenLogprobs | None] = []
+    for logprob, count in zip(columns.token_logprobs, counts, strict=True):
+        top = [(next(ids), next(values)) for _ in range(count)]
+        entry = TokenLogprobs(logprob, [i for i, _ in top], [value for _, value in top])
+        entries.append(None if math.isnan(logprob) else entry)
+    assert next(ids, None) is next(values, None) is None
+    return entries
 
 
 async def take(stream: Stream) -> engine_pb2.GenerateResponse:
@@ -50,13 +85,13 @@ async def test_a_step_is_a_message() -> None:
     stream = Stream(1)
     accept(stream, 5)
     accept(stream, 6)
-    stream.add_step([5, 6], [50, 60], [])
+    add_step(stream, [5, 6], [50, 60], [])
     message = await take(stream)
     assert [accepted.handle for accepted in message.accepted] == [5, 6]
     assert list(message.output.handles) == [5, 6]
     assert list(message.output.token_ids) == [50, 60]
     assert list(message.output.counts) == []
-    stream.add_step([5], [51], finished(5))
+    add_step(stream, [5], [51], finished(5))
     message = await take(stream)
     assert list(message.output.token_ids) == [51]
     assert [end.handle for end in message.finished] == [5]
@@ -67,9 +102,9 @@ async def test_waiting_steps_merge_with_counts() -> None:
     stream = Stream(1)
     for handle in (1, 2, 3):
         accept(stream, handle)
-    stream.add_step([1, 2], [10, 20], [])
-    stream.add_step([2, 1], [21, 11], finished(2))
-    stream.add_step([1, 3], [12, 30], finished(1))
+    add_step(stream, [1, 2], [10, 20], [])
+    add_step(stream, [2, 1], [21, 11], finished(2))
+    add_step(stream, [1, 3], [12, 30], finished(1))
     message = await take(stream)
     assert list(message.output.handles) == [1, 2, 3]
     assert list(message.output.token_ids) == [10, 11, 12, 20, 21, 30]
@@ -77,19 +112,56 @@ async def test_waiting_steps_merge_with_counts() -> None:
     assert [end.handle for end in message.finished] == [2, 1]
 
 
+async def test_row_66_log_probabilities_are_parallel_to_the_ids_of_a_message() -> None:
+    stream = Stream(1)
+    for handle in (1, 2, 3):
+        accept(stream, handle)
+    add_step(stream, [1, 2], [10, 20], [])
+    message = await take(stream)
+    assert not message.output.HasField("logprobs"), "nobody asked"
+    add_step(stream, [1, 2], [11, 21], [], [None, scores(21, 0)])
+    message = await take(stream)
+    assert unpack(message.output.logprobs) == [None, scores(21, 0)]
+    assert not message.output.logprobs.top_counts
+    # Three steps in one message, of which the first and the last know of none.
+    add_step(stream, [1, 2], [12, 22], [])
+    add_step(stream, [2, 1], [23, 13], [], [scores(23, 1), scores(13, 3)])
+    add_step(stream, [1, 3], [14, 30], [])
+    message = await take(stream)
+    assert list(message.output.token_ids) == [12, 13, 14, 22, 23, 30]
+    assert unpack(message.output.logprobs) == [
+        None, scores(13, 3), None, None, scores(23, 1), None,
+    ]  # fmt: skip
+
+
+async def test_log_probabilities_of_a_prompt_come_in_pieces_before_its_tokens() -> None:
+    stream = Stream(1)
+    accept(stream, 1)
+    accept(stream, 2)
+    entries = [scores(i, 20) for i in range(8000)]
+    add_step(stream, [2], [7], [], (), [(1, entries[:5000])])
+    add_step(stream, [1, 2], [9, 8], finished(1), (), [(1, entries[5000:])])
+    messages = [await take(stream) for _ in range(2)]
+    assert all(message.ByteSize() < 2**20 for message in messages)
+    assert [len(message.output.token_ids) for message in messages] == [0, 3]
+    pieces = [piece for message in messages for piece in message.prompt_logprobs]
+    assert [piece.handle for piece in pieces] == [1] * len(pieces)
+    assert [each for piece in pieces for each in unpack(piece.logprobs)] == entries
+
+
 async def test_merging_needs_no_counts_when_each_has_one_token() -> None:
     stream = Stream(1)
     accept(stream, 1)
     accept(stream, 2)
-    stream.add_step([1], [10], [])
-    stream.add_step([2], [20], [])
+    add_step(stream, [1], [10], [])
+    add_step(stream, [2], [20], [])
     assert list((await take(stream)).output.counts) == []
 
 
 async def test_an_end_without_tokens() -> None:
     stream = Stream(1)
     accept(stream, 1)
-    stream.add_step([], [], finished(1))
+    add_step(stream, [], [], finished(1))
     message = await take(stream)
     assert not message.HasField("output")
     assert [end.handle for end in message.finished] == [1]
@@ -97,12 +169,14 @@ async def test_an_end_without_tokens() -> None:
 
 async def test_many_accepted_requests_take_several_messages_and_precede_their_tokens() -> None:
     stream = Stream(1)
-    handles = list(range(2 * MAX_ACCEPTED_PER_MESSAGE + 1))
+    handles = list(range(40))
+    sampling = engine_pb2.SamplingParams(stop_token_ids=[1] * (MAX_ACCEPTED_BYTES // 16))
     for handle in handles:
-        accept(stream, handle)
-    stream.add_step(handles, handles, finished(*handles))
+        stream.accept(engine_pb2.Accepted(handle=handle, sampling=sampling), None)
+    add_step(stream, handles, handles, finished(*handles), (), [(39, [scores(1)])])
     messages = [await take(stream) for _ in range(3)]
-    assert [len(message.accepted) for message in messages] == [1024, 1024, 1]
+    assert [len(message.accepted) for message in messages] == [16, 16, 8]
+    assert [len(message.prompt_logprobs) for message in messages] == [0, 0, 1]
     assert [len(message.output.handles) for message in messages] == [0, 0, len(handles)]
     assert [len(message.finished) for message in messages] == [0, 0, len(handles)]
     assert await nothing_comes(stream)
@@ -112,7 +186,7 @@ async def test_a_handle_is_in_use_until_its_end_is_taken() -> None:
     stream = Stream(1)
     accept(stream, 1)
     assert stream.is_live(1)
-    stream.add_step([1], [10], finished(1))
+    add_step(stream, [1], [10], finished(1))
     assert not stream.is_live(1)
     assert stream.in_use(1), "a second request by this handle would share its message"
     reject(stream, 2)
@@ -129,8 +203,8 @@ async def test_refusing_a_duplicate_does_not_free_the_handle() -> None:
     await take(stream)
     assert stream.is_live(1)
     # Its end waits behind a full message; a refusal leaves with the first.
-    stream.add_step([1] * MAX_TOKENS_PER_MESSAGE, [7] * MAX_TOKENS_PER_MESSAGE, [])
-    stream.add_step([1], [8], finished(1))
+    add_step(stream, [1] * MAX_VALUES_PER_MESSAGE, [7] * MAX_VALUES_PER_MESSAGE, [])
+    add_step(stream, [1], [8], finished(1))
     reject(stream, 1)
     assert [refusal.handle for refusal in (await take(stream)).rejected] == [1]
     assert stream.in_use(1)
@@ -144,7 +218,7 @@ async def test_timers_end_with_their_requests() -> None:
     timers = [loop.call_later(60, print) for _ in range(2)]
     for handle, timer in enumerate(timers):
         stream.accept(engine_pb2.Accepted(handle=handle), timer)
-    stream.add_step([], [], finished(0))
+    add_step(stream, [], [], finished(0))
     assert [timer.cancelled() for timer in timers] == [True, False]
     assert stream.close() == [1]
     assert timers[1].cancelled()
@@ -156,7 +230,7 @@ async def test_ends_with_ok_once_everything_is_sent() -> None:
     await take(stream)
     stream.end_when_idle(None)
     assert await nothing_comes(stream)
-    stream.add_step([1], [10], finished(1))
+    add_step(stream, [1], [10], finished(1))
     stream.end_when_idle(EngineUnavailable("later calls do not count"))
     await take(stream)
     assert await stream.next() is None
@@ -167,7 +241,7 @@ async def test_ends_with_an_error_once_everything_is_sent() -> None:
     accept(stream, 1)
     stream.end_when_idle(EngineUnavailable("stopping"))
     await take(stream)
-    stream.add_step([1], [10], finished(1))
+    add_step(stream, [1], [10], finished(1))
     await take(stream)
     with pytest.raises(EngineUnavailable, match="stopping"):
         await stream.next()
@@ -204,23 +278,32 @@ async def test_random_steps_and_readers(seed: int) -> None:
     end, and no message with two requests of one handle."""
     rng = random.Random(seed)
     stream = Stream(1)
-    sent: dict[tuple[int, int], list[int]] = {}  # (handle, nth use): tokens
-    got: dict[tuple[int, int], list[int]] = {}
+    # (handle, nth use): tokens with their log probabilities, those of the prompt first
+    sent: dict[tuple[int, int], list[tuple[int, TokenLogprobs | None]]] = {}
+    got: dict[tuple[int, int], list[tuple[int, TokenLogprobs | None]]] = {}
     uses = dict.fromkeys(range(6), 0)
     begun = dict.fromkeys(range(6), 0)
     ended: set[int] = set(range(6))
 
     def step() -> None:
+        prompts: list[tuple[int, list[TokenLogprobs]]] = []
         for handle in range(6):
             if not stream.in_use(handle) and rng.random() < 0.3:
                 uses[handle] += 1
-                sent[handle, uses[handle]] = []
                 accept(stream, handle)
+                prompt = [scores(rng.randrange(100)) for _ in range(rng.choice([0, 0, 3]))]
+                sent[handle, uses[handle]] = [(-1, entry) for entry in prompt]
+                prompts.append((handle, prompt))
         live = rng.sample(stream.live_handles, rng.randint(0, len(stream.live_handles)))
-        tokens = [rng.randrange(2**32) for _ in live]
-        for handle, token in zip(live, tokens, strict=True):
-            sent[handle, uses[handle]].append(token)
-        stream.add_step(live, tokens, finished(*(h for h in live if rng.random() < 0.2)))
+        tokens = [rng.randrange(2**24) for _ in live]
+        entries = [
+            scores(token) if handle % 2 else None
+            for handle, token in zip(live, tokens, strict=True)
+        ]
+        for handle, token, entry in zip(live, tokens, entries, strict=True):
+            sent[handle, uses[handle]].append((token, entry))
+        ends = finished(*(h for h in live if rng.random() < 0.2))
+        add_step(stream, live, tokens, ends, entries if any(entries) else (), prompts)
 
     def read(message: engine_pb2.GenerateResponse) -> None:
         for accepted in message.accepted:
@@ -228,8 +311,15 @@ async def test_random_steps_and_readers(seed: int) -> None:
             ended.discard(accepted.handle)
             begun[accepted.handle] += 1
             got[accepted.handle, begun[accepted.handle]] = []
+        for piece in message.prompt_logprobs:
+            assert piece.handle not in ended
+            entries = unpack(piece.logprobs)
+            got[piece.handle, begun[piece.handle]] += [(-1, entry) for entry in entries]
         counts = message.output.counts or [1] * len(message.output.handles)
-        token_ids = iter(message.output.token_ids)
+        entries = [None] * len(message.output.token_ids)
+        if message.output.HasField("logprobs"):
+            entries = unpack(message.output.logprobs)
+        token_ids = iter(zip(message.output.token_ids, entries, strict=True))
         for handle, count in zip(message.output.handles, counts, strict=True):
             assert handle not in ended
             got[handle, begun[handle]] += [next(token_ids) for _ in range(count)]
@@ -242,7 +332,7 @@ async def test_random_steps_and_readers(seed: int) -> None:
         step()
         while rng.random() < 0.4 and not await nothing_comes_now(stream):
             read(await take(stream))
-    stream.add_step([], [], finished(*stream.live_handles))
+    add_step(stream, [], [], finished(*stream.live_handles))
     stream.end_when_idle(None)
     while (message := await stream.next()) is not None:
         read(message)
@@ -259,7 +349,7 @@ async def test_row_32_what_waits_is_small() -> None:
     accept(stream, 1)
     tracemalloc.start()
     for token_id in range(200_000):
-        stream.add_step([1], [token_id], [])
+        add_step(stream, [1], [token_id], [])
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used < 200_000 * 12, f"{used / 200_000:.1f} bytes a token"
@@ -269,3 +359,22 @@ async def test_row_32_what_waits_is_small() -> None:
         assert message.ByteSize() < 2**20
         token_ids += message.output.token_ids
     assert token_ids == list(range(200_000))
+
+
+async def test_row_32_what_waits_with_log_probabilities_is_small() -> None:
+    """33 numbers a token here, 4 bytes each, and an array's room to grow."""
+    stream = Stream(1)
+    accept(stream, 1)
+    entries = [scores(1, 16)]
+    tracemalloc.start()
+    for token_id in range(20_000):
+        add_step(stream, [1], [token_id], [], entries)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 20_000 * 220, f"{used / 20_000:.1f} bytes a token"
+    got = 0
+    while got < 20_000:
+        message = await take(stream)
+        assert message.ByteSize() < 2**20
+        assert len(unpack(message.output.logprobs)) == len(message.output.token_ids)
+        got += len(message.output.token_ids)

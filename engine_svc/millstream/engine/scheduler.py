@@ -29,8 +29,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from millstream.engine.block_pool import BlockPool
-from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult
-from millstream.engine.records import FinishedRecord, Stats, StepRecord
+from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult, TokenLogprobs
+from millstream.engine.records import FinishedRecord, PromptLogprobs, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.sequence import Sequence, Status, never_fits
 from millstream.engine.waiting import WaitingQueue
@@ -43,6 +43,24 @@ class _Launched:
     step: int
     rows: list[Sequence]  # whose token each entry of the result is
     num_chunk_rows: int  # the first so many sample at the end of a chunk
+    scored: list[Sequence]  # whose each entry of the result's prompt_logprobs is
+
+
+def _logprobs_of_the_living(
+    launched: _Launched, result: StepResult
+) -> tuple[list[TokenLogprobs | None], list[PromptLogprobs]]:
+    """A StepRecord's: without the rows of sequences that ended before this step's result."""
+    logprobs: list[TokenLogprobs | None] = []
+    gone = Status.FINISHED
+    if result.logprobs:
+        rows = zip(launched.rows, result.logprobs, strict=True)
+        logprobs = [entry for sequence, entry in rows if sequence.status is not gone]
+    scored = zip(launched.scored, result.prompt_logprobs, strict=True)
+    return logprobs, [
+        PromptLogprobs(sequence.key, entries)
+        for sequence, entries in scored
+        if sequence.status is not gone
+    ]
 
 
 def _urgency(sequence: Sequence) -> int:
@@ -123,6 +141,7 @@ class Scheduler:
         starts: list[SlotStart] = []
         chunks: list[Chunk] = []
         sampled: list[Sequence] = []
+        scored: list[Sequence] = []
         # Never below 0: a sequence is admitted, and so begins to decode, only with budget to spare.
         budget = self.info.max_num_batched_tokens - len(decoding)
         while budget > 0 and (next_up := self._prefilling or self._admit(starts, now)):
@@ -132,6 +151,8 @@ class Scheduler:
             self._prefilling = None if chunk.samples else next_up
             if chunk.samples:
                 sampled.append(next_up)
+            if chunk.target_ids:
+                scored.append(next_up)
         if not decoding and not chunks:
             return None
         if sampled:
@@ -139,7 +160,7 @@ class Scheduler:
             self._decode_slots = (*decode_slots, *(sequence.slot for sequence in sampled))
         self._step += 1
         rows = [*sampled, *decoding] if sampled else decoding
-        self._launched.append(_Launched(self._step, rows, len(sampled)))
+        self._launched.append(_Launched(self._step, rows, len(sampled), scored))
         return Plan(
             step=self._step,
             starts=tuple(starts),
@@ -200,7 +221,9 @@ class Scheduler:
             return None
         known, size = len(sequence.token_ids), self.info.block_size
         cached: list[int] = []
-        if self._pool.prefix_caching:  # the last token is computed at least: its logits are wanted
+        # The last token is computed at least: its logits are wanted. So are those of the whole
+        # prompt if its log probabilities are.
+        if self._pool.prefix_caching and not sequence.wants_targets:
             cached = self._pool.match(sequence.block_digests(0, (known - 1) // size, size))
         num_new = -(-known // size) - len(cached)
         spare = self._spare_blocks if self.num_running else 0
@@ -222,6 +245,7 @@ class Scheduler:
                 banned_token_ids=sequence.banned_token_ids,
                 num_computed_tokens=sequence.num_computed_tokens,
                 block_ids=tuple(sequence.block_ids),
+                token_ids=sequence.start_token_ids,
             )
         )
         return sequence
@@ -236,13 +260,16 @@ class Scheduler:
     def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
         start = sequence.num_computed_tokens
         token_ids = tuple(sequence.token_ids[start : start + budget])
-        sequence.num_computed_tokens = start + len(token_ids)
+        sequence.num_computed_tokens = stop = start + len(token_ids)
         self._register(sequence)
+        first_target, target_ids = sequence.take_targets(start, stop)
         return Chunk(
             slot=sequence.slot,
             start=start,
             token_ids=token_ids,
-            samples=sequence.num_computed_tokens == len(sequence.token_ids),
+            samples=stop == len(sequence.token_ids),
+            first_target=first_target,
+            target_ids=target_ids,
         )
 
     # ---- blocks
@@ -288,6 +315,7 @@ class Scheduler:
         token_ids: list[int] = []
         finished: list[FinishedRecord] = []
         gone = Status.FINISHED
+        logprobs, prompt_logprobs = _logprobs_of_the_living(launched, result)
         for sequence, token_id in zip(launched.rows, result.token_ids, strict=True):
             if sequence.status is gone:
                 continue
@@ -302,7 +330,7 @@ class Scheduler:
             elif len(known) == sequence.max_len:
                 finished.append(self._end(sequence, FinishReason.LENGTH, now))
         self._generation_tokens += len(keys)
-        return StepRecord(launched.step, keys, token_ids, finished)
+        return StepRecord(launched.step, keys, token_ids, finished, logprobs, prompt_logprobs)
 
     # ---- what there is
 

@@ -65,6 +65,9 @@ class Sequence:
     compute_limit: int = 0
     digests: list[bytes] = field(default_factory=list)  # of leading blocks, behind their root
     num_registered_blocks: int = 0  # leading blocks that the prefix cache was told of
+    # The first prompt position whose log probability no launched step has computed; prompt_len
+    # when none is wanted (any more).
+    next_target: int = 0
 
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     preemptions: int = 0
@@ -87,6 +90,8 @@ class Sequence:
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
             min_position=prompt_len + sampling.min_tokens,
             arrived_at=now,
+            # Nothing comes before the first token that it could follow from.
+            next_target=prompt_len if sampling.prompt_logprobs is None else 1,
         )
 
     @property
@@ -102,6 +107,26 @@ class Sequence:
         """What must not be sampled below min_position."""
         return tuple(sorted(self.stop_token_ids)) if self.min_position > self.prompt_len else ()
 
+    @property
+    def start_token_ids(self) -> tuple[int, ...]:
+        """SlotStart.token_ids."""
+        return tuple(self.token_ids) if self.request.sampling.needs_token_ids else ()
+
+    @property
+    def wants_targets(self) -> bool:
+        """Whether log probabilities of the prompt are still to be computed."""
+        return self.next_target < self.prompt_len
+
+    def take_targets(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
+        """The targets of a chunk [start, stop) that is about to be launched: Chunk.first_target
+        and target_ids."""
+        first = max(start + 1, self.next_target)
+        after = min(stop + 1, self.prompt_len)
+        if first >= after:
+            return 0, ()
+        self.next_target = after
+        return first - 1 - start, tuple(self.token_ids[first:after])
+
     def block_digests(self, start: int, stop: int, block_size: int) -> list[bytes]:
         """The prefix-cache names of the blocks [start, stop), whose tokens must be known."""
         if not self.digests:
@@ -116,6 +141,7 @@ class Sequence:
         assert running == (self.slot >= 0) == bool(self.block_ids), "only a running one holds any"
         assert self.prompt_len <= known < self.max_len, "ended and not finished"
         assert computed <= self.max_computed_tokens, "computes what nobody reads"
+        assert 0 < self.next_target <= self.prompt_len, "scores what is no prompt"
         if running:
             backed = len(self.block_ids) * block_size
             assert computed <= self.compute_limit == min(backed, self.max_computed_tokens)

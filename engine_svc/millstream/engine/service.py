@@ -21,8 +21,9 @@ import grpc
 from millstream.engine import wire
 from millstream.engine.config import EngineConfig
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.records import StepRecord, handle_of, make_key, stream_of
+from millstream.engine.records import StepRecord, make_key
 from millstream.engine.request import FinishReason, Request
+from millstream.engine.step_parts import parts_of
 from millstream.engine.streams import Stream
 from millstream.engine.supervisor import Supervisor
 from millstream.engine.validation import resolved_proto, to_request
@@ -275,18 +276,7 @@ class EngineService:
     def _on_step(self, step: StepRecord) -> None:
         """Hands each stream its part of a step. What is left of closed streams is dropped."""
         self._tokens_seen += len(step.token_ids)
-        parts: dict[int, tuple[list[int], list[int], list[engine_pb2.Finished]]] = {}
-        for key, token_id in zip(step.keys, step.token_ids, strict=True):
-            number = stream_of(key)
-            part = parts.get(number)
-            if part is None:
-                part = parts[number] = ([], [], [])
-            part[0].append(handle_of(key))
-            part[1].append(token_id)
-        for record in step.finished:
-            part = parts.setdefault(stream_of(record.key), ([], [], []))
-            part[2].append(wire.finished(record))
-        for number, (handles, token_ids, finished) in parts.items():
+        for number, part in parts_of(step).items():
             stream = self._streams.get(number)
             if stream is not None:
-                stream.add_step(handles, token_ids, finished)
+                stream.add_step(part)

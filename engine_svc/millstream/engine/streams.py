@@ -13,52 +13,72 @@ import itertools
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from millstream.engine.logprob_columns import LogprobColumns, in_pieces
+from millstream.engine.step_parts import StepPart
 from millstream.rpc.errors import MillstreamError
 from millstream.v1 import engine_pb2
 
-# A merged message stops growing here: well below gRPC's default limit of 4 MiB.
-MAX_TOKENS_PER_MESSAGE = 1 << 16
-# That limit holds also for so many accepted requests with the most stop ids that there may be.
-MAX_ACCEPTED_PER_MESSAGE = 1024
+# A merged message stops growing here (tokens and log probabilities together): well below gRPC's
+# default limit of 4 MiB.
+MAX_VALUES_PER_MESSAGE = 1 << 16
+# So does a list of accepted requests, in bytes; one of them may be twice as large, when it names
+# every token id of a large vocabulary.
+MAX_ACCEPTED_BYTES = 1 << 20
 # While more finished and refused requests than this wait to be sent, no submissions are read.
 MAX_ENDED_UNSENT = 4096
 
 
-@dataclass(slots=True)
 class _Waiting:
     """Tokens that wait to be sent in one message. Handles and token ids are parallel."""
 
-    handles: Sequence[int]
-    token_ids: Sequence[int]
-    finished: list[engine_pb2.Finished]
-    merged: bool = False
+    def __init__(self, part: StepPart) -> None:
+        self.finished = part.finished
+        self._handles: Sequence[int] = part.handles
+        self._token_ids: Sequence[int] = part.token_ids
+        self._logprobs: LogprobColumns | None = None
+        self._merged = False
+        if any(part.logprobs):
+            self._logprobs = LogprobColumns(part.logprobs)
 
-    def merge(
-        self, handles: Sequence[int], token_ids: Sequence[int], finished: list[engine_pb2.Finished]
-    ) -> None:
+    @property
+    def full(self) -> bool:
+        num_values = self._logprobs.num_values if self._logprobs is not None else 0
+        return max(num_values, len(self._token_ids)) >= MAX_VALUES_PER_MESSAGE
+
+    def merge(self, part: StepPart) -> None:
         """Adds a later step, compactly: 4 bytes a number."""
-        if not isinstance(self.handles, array) or not isinstance(self.token_ids, array):
-            self.handles, self.token_ids = array("I", self.handles), array("I", self.token_ids)
-        self.handles.extend(handles)
-        self.token_ids.extend(token_ids)
-        self.finished.extend(finished)
-        self.merged = True
+        if not isinstance(self._handles, array) or not isinstance(self._token_ids, array):
+            self._handles, self._token_ids = array("I", self._handles), array("I", self._token_ids)
+        if self._logprobs is None and any(part.logprobs):
+            self._logprobs = LogprobColumns([None] * len(self._token_ids))
+        if self._logprobs is not None:
+            self._logprobs.extend(part.logprobs or [None] * len(part.token_ids))
+        self._handles.extend(part.handles)
+        self._token_ids.extend(part.token_ids)
+        self.finished.extend(part.finished)
+        self._merged = True
 
     def output(self) -> engine_pb2.StepOutput | None:
         """The columns: one entry for each request that got tokens."""
-        if not self.token_ids:
+        token_ids, logprobs = self._token_ids, self._logprobs
+        if not token_ids:
             return None
-        if not self.merged:
-            return engine_pb2.StepOutput(handles=self.handles, token_ids=self.token_ids)
-        tokens_of: defaultdict[int, list[int]] = defaultdict(list)
-        for handle, token_id in zip(self.handles, self.token_ids, strict=True):
-            tokens_of[handle].append(token_id)
+        if not self._merged:
+            return engine_pb2.StepOutput(
+                handles=self._handles,
+                token_ids=token_ids,
+                logprobs=logprobs.message() if logprobs is not None else None,
+            )
+        places_of: defaultdict[int, list[int]] = defaultdict(list)
+        for place, handle in enumerate(self._handles):
+            places_of[handle].append(place)
+        order = list(itertools.chain.from_iterable(places_of.values()))
         return engine_pb2.StepOutput(
-            handles=tokens_of.keys(),
-            token_ids=itertools.chain.from_iterable(tokens_of.values()),
-            counts=map(len, tokens_of.values()) if len(tokens_of) < len(self.token_ids) else (),
+            handles=places_of.keys(),
+            token_ids=[token_ids[place] for place in order],
+            counts=map(len, places_of.values()) if len(places_of) < len(order) else (),
+            logprobs=logprobs.message(order) if logprobs is not None else None,
         )
 
 
@@ -71,8 +91,9 @@ class Stream:
         self._live: dict[int, asyncio.TimerHandle | None] = {}
         self._finished_unsent: set[int] = set()
         self._refused_unsent: set[int] = set()
-        self._accepted: list[engine_pb2.Accepted] = []
+        self._accepted: deque[engine_pb2.Accepted] = deque()
         self._rejected: list[engine_pb2.Rejected] = []
+        self._prompt_logprobs: deque[tuple[int, LogprobColumns]] = deque()  # by handle, in pieces
         self._waiting: deque[_Waiting] = deque()
         self._ending = False
         self._end_error: MillstreamError | None = None
@@ -110,19 +131,17 @@ class Stream:
         self._rejected.append(rejected)
         self._wake.set()
 
-    def add_step(
-        self,
-        handles: Sequence[int],
-        token_ids: Sequence[int],
-        finished: list[engine_pb2.Finished],
-    ) -> None:
-        """What one step brought this stream: parallel arrays, a handle at most once."""
+    def add_step(self, part: StepPart) -> None:
+        """What one step brought this stream."""
+        for handle, entries in part.prompt_logprobs:
+            pieces = in_pieces(entries, MAX_VALUES_PER_MESSAGE)
+            self._prompt_logprobs.extend((handle, piece) for piece in pieces)
         last = self._waiting[-1] if self._waiting else None
-        if last is None or len(last.token_ids) >= MAX_TOKENS_PER_MESSAGE:
-            self._waiting.append(_Waiting(handles, token_ids, finished))
+        if last is None or last.full:
+            self._waiting.append(_Waiting(part))
         else:
-            last.merge(handles, token_ids, finished)
-        for end in finished:
+            last.merge(part)
+        for end in part.finished:
             timer = self._live.pop(end.handle)
             if timer is not None:
                 timer.cancel()
@@ -157,7 +176,7 @@ class Stream:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._accepted or self._rejected or self._waiting:
+            if self._accepted or self._rejected or self._waiting:  # where prompts' also come
                 return self._take()
             if self._ending and not self._live:
                 if self._end_error is not None:
@@ -173,23 +192,30 @@ class Stream:
             await self._room.wait()
 
     def _take(self) -> engine_pb2.GenerateResponse:
-        """One message: what was accepted and refused, then the oldest waiting tokens. Those wait
-        while one message does not hold all that was accepted: no tokens precede their request."""
-        accepted, self._accepted = (
-            self._accepted[:MAX_ACCEPTED_PER_MESSAGE],
-            self._accepted[MAX_ACCEPTED_PER_MESSAGE:],
-        )
+        """One message: what was accepted and refused, then prompts' log probabilities, then the
+        oldest waiting tokens. What does not fit makes all that comes after it wait: no tokens
+        precede their request or the log probabilities of its prompt."""
+        message = engine_pb2.GenerateResponse()
+        size = 0
+        while self._accepted and size < MAX_ACCEPTED_BYTES:
+            accepted = self._accepted.popleft()
+            size += accepted.ByteSize()
+            message.accepted.append(accepted)
         if self._accepted:
-            return engine_pb2.GenerateResponse(accepted=accepted)
-        rejected, self._rejected = self._rejected, []
+            return message
+        message.rejected.extend(self._rejected)
+        self._rejected.clear()
         self._refused_unsent.clear()
-        if self._waiting:
+        values = 0
+        while self._prompt_logprobs and values < MAX_VALUES_PER_MESSAGE:
+            handle, piece = self._prompt_logprobs.popleft()
+            values += piece.num_values
+            message.prompt_logprobs.add(handle=handle, logprobs=piece.message())
+        if self._waiting and not self._prompt_logprobs:
             waiting = self._waiting.popleft()
-            output, finished = waiting.output(), waiting.finished
-            self._finished_unsent.difference_update(end.handle for end in finished)
-        else:
-            output, finished = None, []
+            if (output := waiting.output()) is not None:
+                message.output.CopyFrom(output)
+            message.finished.extend(waiting.finished)
+            self._finished_unsent.difference_update(end.handle for end in waiting.finished)
         self._room.set()
-        return engine_pb2.GenerateResponse(
-            accepted=accepted, rejected=rejected, output=output, finished=finished
-        )
+        return message
