@@ -28,6 +28,8 @@ def test_reasons_are_unique_and_the_table_is_grpc_mds() -> None:
         "MESSAGE_TOO_LARGE": "RESOURCE_EXHAUSTED",
         "DUPLICATE_HANDLE": "ALREADY_EXISTS",
         "UNKNOWN_HANDLE": "NOT_FOUND",
+        "FELL_BEHIND": "DATA_LOSS",
+        "CURSOR_EXPIRED": "OUT_OF_RANGE",
         "DEADLINE_EXCEEDED": "DEADLINE_EXCEEDED",
         "CANCELLED": "CANCELLED",
         "NO_CHAT_TEMPLATE": "FAILED_PRECONDITION",

@@ -4,36 +4,16 @@ A block is free when nobody holds it. A free block keeps its content, and its en
 cache, until it is taken for something else: least recently freed first, blocks that no prefix names
 before all others. Block ids are 1..num_blocks; block 0 is the runner's scratch.
 
-A prefix is named by a chain of sha256 digests over (digest of the prefix before, the block's token
-ids), which starts at a digest of the cache salt: equal digests mean equal salt and equal tokens.
+Names are prefix.py's. While somebody watches, the pool notes each block that it names or forgets.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-
-def root_digest(cache_salt: str) -> bytes:
-    """Where the chain of a salt starts; no salt ("") is a namespace of its own."""
-    namespace = b"salt:" + cache_salt.encode() if cache_salt else b"unsalted"
-    return hashlib.sha256(namespace).digest()
-
-
-def extend_digests(
-    digests: list[bytes], token_ids: list[int], block_size: int, num_blocks: int
-) -> None:
-    """Lengthens a chain [root, block 0, block 1, ...] in place to cover `num_blocks` blocks."""
-    first = len(digests) - 1
-    if first >= num_blocks:
-        return
-    data = array("I", token_ids[first * block_size : num_blocks * block_size])
-    for start in range(0, len(data), block_size):
-        block = data[start : start + block_size].tobytes()
-        digests.append(hashlib.sha256(digests[-1] + block).digest())
+from millstream.engine.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
 
 
 class BlockPool:
@@ -45,9 +25,10 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._ref_counts = [0] * (num_blocks + 1)
-        self._digests: list[bytes | None] = [None] * (num_blocks + 1)
+        self._names: list[BlockName | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self._events: list[BlockEvent] | None = None  # None while nobody watches
 
     @property
     def num_free(self) -> int:
@@ -57,11 +38,11 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def match(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of a chain of digests."""
+    def match(self, names: Iterable[BlockName]) -> list[int]:
+        """The blocks of the longest cached prefix of a sequence with these names."""
         block_ids = []
-        for digest in digests:
-            block_id = self._block_of.get(digest)
+        for name in names:
+            block_id = self._block_of.get(name.digest)
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -82,10 +63,12 @@ class BlockPool:
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         self._ref_counts[block_id] = 1
-        digest = self._digests[block_id]
-        if digest is not None:  # its content goes, so the cache must forget it
-            del self._block_of[digest]
-            self._digests[block_id] = None
+        name = self._names[block_id]
+        if name is not None:  # its content goes, so the cache must forget it
+            del self._block_of[name.digest]
+            self._names[block_id] = None
+            if self._events is not None:
+                self._events.append(BlockRemoved(name.digest))
         return block_id
 
     def free(self, block_ids: Items[int]) -> None:
@@ -94,14 +77,48 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
-                if self._digests[block_id] is None:
+                if self._names[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def register(self, block_ids: Items[int], digests: Items[bytes]) -> None:
+    def register(self, block_ids: Items[int], names: Items[BlockName]) -> None:
         """Names the contents of held, full blocks. Where another block has a name, it keeps it."""
-        for block_id, digest in zip(block_ids, digests, strict=True):
-            if self._block_of.setdefault(digest, block_id) == block_id:
-                self._digests[block_id] = digest
+        for block_id, name in zip(block_ids, names, strict=True):
+            if name.digest not in self._block_of:
+                self._block_of[name.digest] = block_id
+                self._names[block_id] = name
+                if self._events is not None:
+                    self._events.append(BlockStored(name))
+
+    # ---- for who watches the prefix cache
+
+    def watch(self) -> list[BlockName]:
+        """What is cached, a prefix before its continuations; from now on events are noted."""
+        if self._events is None:
+            self._events = []
+        return self._cached_names()
+
+    def unwatch(self) -> None:
+        """Notes no events any longer."""
+        self._events = None
+
+    def take_events(self) -> list[BlockEvent]:
+        """What happened since the last call, in order; nothing while nobody watches."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def _cached_names(self) -> list[BlockName]:
+        ordered: dict[bytes, BlockName] = {}
+        for block_id in self._block_of.values():
+            path = []
+            name = self._names[block_id]
+            while name is not None and name.digest not in ordered:
+                path.append(name)
+                parent_id = self._block_of.get(name.parent) if name.parent else None
+                name = None if parent_id is None else self._names[parent_id]
+            ordered.update((name.digest, name) for name in reversed(path))
+        return list(ordered.values())
 
     def check_invariants(self, tables: Iterable[Items[int]]) -> None:
         """Raises AssertionError unless the pool agrees with itself and with the tables in use."""
@@ -111,6 +128,6 @@ class BlockPool:
             count = self._ref_counts[block_id]
             assert count == held[block_id], f"block {block_id}: {count} != {held[block_id]}"
             assert (count == 0) == (block_id in self._free), f"block {block_id} free, {count} refs"
-        named = {digest: i for i, digest in enumerate(self._digests) if digest is not None}
+        named = {name.digest: i for i, name in enumerate(self._names) if name is not None}
         assert named == self._block_of, "the prefix cache names blocks that do not hold its prefix"
         assert self.prefix_caching or not named

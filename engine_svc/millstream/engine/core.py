@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from millstream.engine.plan import Runner
+from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.scheduler import Scheduler
@@ -70,6 +71,17 @@ class EngineCore:
 
     def stats(self) -> Stats:
         return self.scheduler.stats()
+
+    def watch_blocks(self) -> list[BlockName]:
+        """As Scheduler.watch_blocks."""
+        return self.scheduler.watch_blocks()
+
+    def unwatch_blocks(self) -> None:
+        self.scheduler.unwatch_blocks()
+
+    def take_block_events(self) -> list[BlockEvent]:
+        """As Scheduler.take_block_events; to be called after each step."""
+        return self.scheduler.take_block_events()
 
     def close(self) -> None:
         """Frees what the runner holds. Nothing may be called afterwards."""

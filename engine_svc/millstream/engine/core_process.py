@@ -28,6 +28,8 @@ from millstream.engine.core import EngineCore
 from millstream.engine.load import load_core
 from millstream.engine.records import (
     AskStats,
+    BlockEvents,
+    CachedBlocks,
     Fault,
     Finish,
     Loaded,
@@ -36,6 +38,8 @@ from millstream.engine.records import (
     StatsRecord,
     Submit,
     ToCore,
+    UnwatchBlocks,
+    WatchBlocks,
 )
 from millstream.engine.request import FinishReason
 from millstream.rpc.logs import configure_logging
@@ -117,17 +121,18 @@ def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
     while True:
         asked: list[int] = []
         if not core.has_work:
-            _obey(core, commands.get(), asked)
+            _obey(core, commands.get(), asked, channel)
         while not commands.empty():
-            _obey(core, commands.get(), asked)
+            _obey(core, commands.get(), asked, channel)
         if core.has_work:
             channel.send(core.step())
+        _tell_block_events(core, channel)
         # After the step, which tells of what ended: no gauge is ahead of what streams were sent.
         for token in asked:
             channel.send(StatsRecord(token, core.stats()))
 
 
-def _obey(core: EngineCore, command: ToCore, asked: list[int]) -> None:
+def _obey(core: EngineCore, command: ToCore, asked: list[int], channel: CoreChannel) -> None:
     match command:
         case Submit(requests):
             for request in requests:
@@ -136,10 +141,20 @@ def _obey(core: EngineCore, command: ToCore, asked: list[int]) -> None:
             core.finish(keys, FinishReason(reason))
         case AskStats(token):
             asked.append(token)
+        case WatchBlocks(token):
+            _tell_block_events(core, channel)  # of what the answer has already
+            channel.send(CachedBlocks(token, core.watch_blocks()))
+        case UnwatchBlocks():
+            core.unwatch_blocks()
         case Start():
             raise ValueError("a core starts once")
         case _:
             assert_never(command)
+
+
+def _tell_block_events(core: EngineCore, channel: CoreChannel) -> None:
+    if events := core.take_block_events():
+        channel.send(BlockEvents(events))
 
 
 def _one_line(error: Exception) -> str:

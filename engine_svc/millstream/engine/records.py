@@ -10,6 +10,7 @@ import msgspec
 
 from millstream.engine.config import EngineConfig
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
+from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.request import Request
 
 
@@ -58,7 +59,17 @@ class AskStats(_Record, frozen=True):
     token: int
 
 
-ToCore = Start | Submit | Finish | AskStats
+class WatchBlocks(_Record, frozen=True):
+    """The core answers with a CachedBlocks, then tells of changes as BlockEvents."""
+
+    token: int
+
+
+class UnwatchBlocks(_Record, frozen=True):
+    """No more BlockEvents, please."""
+
+
+ToCore = Start | Submit | Finish | AskStats | WatchBlocks | UnwatchBlocks
 
 # ---- core -> front end
 
@@ -133,10 +144,23 @@ class StatsRecord(_Record, frozen=True):
     stats: Stats
 
 
+class CachedBlocks(_Record, frozen=True):
+    """What the prefix cache has at this moment, a prefix before its continuations."""
+
+    token: int
+    names: list[BlockName]
+
+
+class BlockEvents(_Record, frozen=True):
+    """What changed in the prefix cache since the last one, or since the first CachedBlocks."""
+
+    events: list[BlockEvent]
+
+
 class Fault(_Record, frozen=True):
     """The core cannot go on; it exits after this."""
 
     message: str
 
 
-FromCore = Loaded | LoadFailed | StepRecord | StatsRecord | Fault
+FromCore = Loaded | LoadFailed | StepRecord | StatsRecord | CachedBlocks | BlockEvents | Fault

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from millstream.engine.block_pool import BlockPool
 from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult, TokenLogprobs
+from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.records import FinishedRecord, PromptLogprobs, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.sequence import Sequence, Status, never_fits
@@ -224,7 +225,7 @@ class Scheduler:
         # The last token is computed at least: its logits are wanted. So are those of the whole
         # prompt if its log probabilities are.
         if self._pool.prefix_caching and not sequence.wants_targets:
-            cached = self._pool.match(sequence.block_digests(0, (known - 1) // size, size))
+            cached = self._pool.match(sequence.block_names(0, (known - 1) // size, size))
         num_new = -(-known // size) - len(cached)
         spare = self._spare_blocks if self.num_running else 0
         if not self._pool.can_allocate(num_new + spare, cached):
@@ -285,8 +286,8 @@ class Scheduler:
         size, first = self.info.block_size, sequence.num_registered_blocks
         full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // size
         if self._pool.prefix_caching and full > first:
-            digests = sequence.block_digests(first, full, size)
-            self._pool.register(sequence.block_ids[first:full], digests)
+            names = sequence.block_names(first, full, size)
+            self._pool.register(sequence.block_ids[first:full], names)
             sequence.num_registered_blocks = full
 
     def _release(self, sequence: Sequence) -> None:
@@ -301,6 +302,19 @@ class Scheduler:
             self._prefilling = None
         else:
             self._decoding_changed = True
+
+    def watch_blocks(self) -> list[BlockName]:
+        """What the prefix cache has, a prefix before its continuations; from now on
+        take_block_events() tells what changes."""
+        return self._pool.watch()
+
+    def unwatch_blocks(self) -> None:
+        """Nobody takes events any longer."""
+        self._pool.unwatch()
+
+    def take_block_events(self) -> list[BlockEvent]:
+        """What changed in the prefix cache since the last call; nothing while nobody watches."""
+        return self._pool.take_events()
 
     # ---- a step is done
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from millstream.engine.block_pool import extend_digests, root_digest
 from millstream.engine.plan import RunnerInfo
+from millstream.engine.prefix import BlockName, extend_names
 from millstream.engine.records import FinishedRecord
 from millstream.engine.request import FinishReason, Request
 
@@ -63,7 +63,7 @@ class Sequence:
     # Tokens may be computed up to here without the scheduler's attention: the end of the block
     # table, or of the request.
     compute_limit: int = 0
-    digests: list[bytes] = field(default_factory=list)  # of leading blocks, behind their root
+    names: list[BlockName] = field(default_factory=list)  # of leading blocks
     num_registered_blocks: int = 0  # leading blocks that the prefix cache was told of
     # The first prompt position whose log probability no launched step has computed; prompt_len
     # when none is wanted (any more).
@@ -127,12 +127,10 @@ class Sequence:
         self.next_target = after
         return first - 1 - start, tuple(self.token_ids[first:after])
 
-    def block_digests(self, start: int, stop: int, block_size: int) -> list[bytes]:
+    def block_names(self, start: int, stop: int, block_size: int) -> list[BlockName]:
         """The prefix-cache names of the blocks [start, stop), whose tokens must be known."""
-        if not self.digests:
-            self.digests.append(root_digest(self.request.cache_salt))
-        extend_digests(self.digests, self.token_ids, block_size, stop)
-        return self.digests[start + 1 : stop + 1]
+        extend_names(self.names, self.request.cache_salt, self.token_ids, block_size, stop)
+        return self.names[start:stop]
 
     def check_invariants(self, block_size: int) -> None:
         """Raises AssertionError where the fields disagree."""

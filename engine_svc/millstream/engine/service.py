@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 
 from millstream.engine import wire
+from millstream.engine.block_watch import BlockWatcher, BlockWatchers
 from millstream.engine.config import EngineConfig
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import StepRecord, make_key
@@ -32,6 +33,7 @@ from millstream.rpc.errors import (
     EngineUnavailable,
     MillstreamError,
     QueueFull,
+    Unsupported,
     to_status,
 )
 from millstream.rpc.threads import in_daemon_thread
@@ -77,7 +79,8 @@ class EngineService:
         self._config = config
         self._find_model = find_model
         self._max_message_bytes = max_message_bytes
-        self._core = Supervisor(config, on_step=self._on_step)
+        self._watchers = BlockWatchers()
+        self._core = Supervisor(config, on_step=self._on_step, on_blocks=self._watchers.on_record)
         self._core.failed.add_done_callback(self._on_failed)
         self._info: RunnerInfo | None = None
         self._engine_info = engine_pb2.EngineInfo()
@@ -116,6 +119,7 @@ class EngineService:
 
     async def drain(self, timeout_s: float) -> None:
         self._unavailable = "the engine is stopping"
+        self._watchers.fail(EngineUnavailable(self._unavailable))
         for stream in self._streams.values():
             stream.end_when_idle(EngineUnavailable(self._unavailable))
         if not await self._streams_ended(timeout_s):
@@ -131,6 +135,7 @@ class EngineService:
     def _on_failed(self, failed: asyncio.Future[str]) -> None:
         if self._unavailable is None:
             self._unavailable = f"the engine failed: {failed.result()}"
+        self._watchers.fail(EngineUnavailable(self._unavailable))
         for stream in self._streams.values():
             stream.fail(EngineUnavailable(self._unavailable))
 
@@ -201,6 +206,16 @@ class EngineService:
         finally:
             del self._streams[stream.number]
             self._finish(stream, stream.close(), FinishReason.CANCELLED)
+
+    @contextlib.contextmanager
+    def watch_blocks(self) -> Iterator[BlockWatcher]:
+        """Watches the prefix cache. Raises EngineUnavailable, or Unsupported if there is none."""
+        if self._unavailable is not None or self._info is None:
+            raise EngineUnavailable(self._unavailable or "")
+        if not (self._config.prefix_caching and self._info.prefix_sharing):
+            raise Unsupported("prefix caching is off: there are no KV events")
+        with self._watchers.open(self._core) as watcher:
+            yield watcher
 
     def cancel(self, stream: Stream, handles: Iterable[int]) -> None:
         """Ends requests as CANCELLED; those that are not live are ignored."""

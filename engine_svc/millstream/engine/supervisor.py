@@ -21,6 +21,8 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import (
     AskStats,
+    BlockEvents,
+    CachedBlocks,
     Fault,
     Finish,
     FromCore,
@@ -31,6 +33,8 @@ from millstream.engine.records import (
     StatsRecord,
     StepRecord,
     Submit,
+    UnwatchBlocks,
+    WatchBlocks,
 )
 from millstream.engine.request import FinishReason, Request
 from millstream.rpc.errors import EngineUnavailable
@@ -45,9 +49,16 @@ _EXIT_GRACE_S = 0.5  # from the end of file to SIGKILL; the core needs milliseco
 class Supervisor:
     """One core process. All of it runs on the event loop; callbacks are called there too."""
 
-    def __init__(self, config: EngineConfig, *, on_step: Callable[[StepRecord], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_step: Callable[[StepRecord], None],
+        on_blocks: Callable[[CachedBlocks | BlockEvents], None] = lambda record: None,
+    ) -> None:
         self._config = config
         self._on_step = on_step
+        self._on_blocks = on_blocks
         loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[RunnerInfo] = loop.create_future()
         self._failed: asyncio.Future[str] = loop.create_future()
@@ -119,6 +130,14 @@ class Supervisor:
         finally:
             del self._stats[token]
 
+    def watch_blocks(self, token: int) -> None:
+        """Asks for a CachedBlocks with this token, and for BlockEvents from then on."""
+        self._send(WatchBlocks(token))
+
+    def unwatch_blocks(self) -> None:
+        """Asks for no more BlockEvents."""
+        self._send(UnwatchBlocks())
+
     async def close(self) -> None:
         """Ends the process and waits for its end; any number of times."""
         if self._watchdog is not None:
@@ -135,7 +154,7 @@ class Supervisor:
         await asyncio.wait({answer, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         return answer.done()
 
-    def _send(self, record: Submit | Finish | AskStats) -> None:
+    def _send(self, record: Submit | Finish | AskStats | WatchBlocks | UnwatchBlocks) -> None:
         assert self._channel is not None
         self._channel.send(record)
 
@@ -149,6 +168,8 @@ class Supervisor:
                 answer = self._stats.get(token)
                 if answer is not None and not answer.done():
                     answer.set_result(stats)
+            case CachedBlocks() | BlockEvents():
+                self._on_blocks(record)
             case Loaded(info):
                 self._loaded.set_result(info)
             case LoadFailed(message) | Fault(message):

@@ -84,6 +84,20 @@ class UnknownHandle(MillstreamError):
     code = grpc.StatusCode.NOT_FOUND
 
 
+class FellBehind(MillstreamError):
+    """A subscriber read too slowly, so events were lost; subscribe again from the start."""
+
+    reason = "FELL_BEHIND"
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class CursorExpired(MillstreamError):
+    """The events from this number on are not kept; subscribe again from the start."""
+
+    reason = "CURSOR_EXPIRED"
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
 class DeadlineExceeded(MillstreamError, TimeoutError):
     """The request's own time limit passed."""
 
@@ -141,6 +155,8 @@ _KINDS: tuple[type[MillstreamError], ...] = (
     MessageTooLarge,
     DuplicateHandle,
     UnknownHandle,
+    FellBehind,
+    CursorExpired,
     DeadlineExceeded,
     Cancelled,
     NoChatTemplate,
