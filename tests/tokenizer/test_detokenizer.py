@@ -21,12 +21,12 @@ from millstream.tokenizer.detokenizer import (
     Detokenizer,
     PieceDecoder,
     Pieces,
-    StopMatch,
     TextDecoder,
     UnknownTokenId,
     WindowDecoder,
 )
 from millstream.tokenizer.pieces import build_pieces, without
+from millstream.tokenizer.stop_matcher import StopMatch
 
 BYTE = byte_tokenizer()
 BYTE_PIECES = build_pieces(BYTE, id_limit=264)
@@ -375,12 +375,14 @@ def test_row_12_random_stops_and_chunkings_equal_the_naive_search(seed: int) -> 
         detokenizer = Detokenizer(
             decoder, stops=stops, include_stop=include_stop, min_tokens=min_tokens
         )
-        shown = ""
+        shown, settled = "", 0
         while token_ids and not detokenizer.stopped:
             take = rng.randint(1, 4)
             shown += detokenizer.extend(token_ids[:take])
             token_ids = token_ids[take:]
             assert expected.startswith(shown)  # nothing is ever shown that must be taken back
+            assert settled <= detokenizer.settled_count <= (match.token_count if match else 9)
+            settled = detokenizer.settled_count
         if not detokenizer.stopped:
             shown += detokenizer.flush()
         assert (shown, detokenizer.stopped) == (expected, match)
@@ -400,6 +402,19 @@ def test_only_proper_prefixes_of_stop_strings_are_held() -> None:
             text, shown = text + str(decoder._by_id[token_id]), shown + piece  # type: ignore[attr-defined]
             held = text.removeprefix(shown)
             assert not held or any(s.startswith(held) and s != held for s in stops)
+
+
+def test_only_a_match_that_waits_leaves_tokens_unsettled() -> None:
+    decoder, token_ids = words("x", "a", "b", "c", "d")
+    detokenizer = Detokenizer(decoder, stops=["bc", "abcde"])
+    counts = []
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+        counts.append(detokenizer.settled_count)
+    assert counts == [1, 2, 3, 4, 4]  # "bc" ends with the fourth, "abcde" may yet end later
+    detokenizer.flush()
+    assert detokenizer.stopped == StopMatch(stop="bc", token_count=4)
+    assert detokenizer.settled_count == 4
 
 
 def test_work_is_linear_in_the_tokens() -> None:

@@ -6,7 +6,6 @@ library, on copies that nobody changes after `load`. Its calls release the GIL.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +17,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from millstream import hub
 from millstream.tokenizer.chat import ChatRenderer, Segment
-from millstream.tokenizer.detokenizer import (
-    PieceDecoder,
-    Pieces,
-    TextDecoder,
-    UnknownTokenId,
-    WindowDecoder,
-)
-from millstream.tokenizer.pieces import build_pieces, without
+from millstream.tokenizer.decoding import Decoding, embedding_rows
+from millstream.tokenizer.detokenizer import TextDecoder
 
 
 class TokenizerLoadError(Exception):
@@ -38,8 +31,7 @@ class Codec:
     def __init__(self, tokenizer: Any, *, id_limit: int = 0) -> None:
         """tokenizer: a transformers tokenizer with a `tokenizers` backend.
 
-        id_limit: rows of the model's embedding, if known. Ids below it that name no token are
-        padding of the embedding; they are legal and have no text.
+        id_limit: rows of the model's embedding, as Decoding takes it.
         """
         self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.no_truncation()
@@ -47,15 +39,8 @@ class Codec:
         self.chat = ChatRenderer(tokenizer)
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = len(vocab)
-        self._id_limit = max(id_limit, 1 + max(vocab.values()))
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._pieces: dict[bool, Pieces] = {}  # by skip_special_tokens
-        pieces = build_pieces(self._tokenizer, id_limit=self._id_limit)
-        if pieces is not None:
-            self._pieces = {False: pieces, True: without(pieces, self._special_ids)}
+        self._decoding = Decoding(self._tokenizer, id_limit=id_limit)
+        self.vocab_size = self._decoding.vocab_size
 
     @classmethod
     def load(cls, model_dir: Path) -> Codec:
@@ -73,7 +58,7 @@ class Codec:
             ) from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise TokenizerLoadError(f"{model_dir} has no fast tokenizer (tokenizer.json)")
-        return cls(tokenizer, id_limit=_embedding_rows(model_dir))
+        return cls(tokenizer, id_limit=embedding_rows(model_dir))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(
@@ -97,7 +82,7 @@ class Codec:
             if not segment.is_content:
                 encoding = self._tokenizer.encode(segment.text, add_special_tokens=False)
                 for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-                    if token_id in self._special_ids:
+                    if token_id in self._decoding.special_ids:
                         parts += (segment.text[position:start], plain.anchor)
                         special_ids.append(token_id)
                         position = end
@@ -108,25 +93,11 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The whole text. Raises UnknownTokenId."""
-        if self._pieces:
-            decoder = PieceDecoder(self._pieces[skip_special_tokens])
-            return "".join([decoder.decode(i) for i in token_ids]) + decoder.flush()
-        for token_id in token_ids:
-            if not 0 <= token_id < self._id_limit:
-                raise UnknownTokenId(token_id)
-        return self._library_decode(token_ids, skip_special_tokens)
+        return self._decoding.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def text_decoder(self, *, skip_special_tokens: bool) -> TextDecoder:
         """A decoder for one sequence that comes in pieces."""
-        if self._pieces:
-            return PieceDecoder(self._pieces[skip_special_tokens])
-        return WindowDecoder(
-            lambda ids: self._library_decode(ids, skip_special_tokens), id_limit=self._id_limit
-        )
-
-    def _library_decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        # Not transformers' decode: that may "clean up" spaces that the model did write.
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._decoding.text_decoder(skip_special_tokens=skip_special_tokens)
 
     @cached_property
     def _plain(self) -> _PlainTokenizer:
@@ -146,11 +117,3 @@ class _PlainTokenizer:
     tokenizer: Tokenizer
     anchor: str
     anchor_id: int
-
-
-def _embedding_rows(model_dir: Path) -> int:
-    try:
-        rows = json.loads((model_dir / "config.json").read_text())["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):  # a tokenizer alone, or not a model's config
-        return 0
-    return rows if isinstance(rows, int) else 0
