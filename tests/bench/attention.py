@@ -1,11 +1,12 @@
 """The attention kernels against the card's own limits, in one run: which configuration to ship.
 
-    python -m tests.bench.attention [--cases decode prefill store] [--json FILE]
+    python -m tests.bench.attention [--cases decode schedule prefill store] [--json FILE]
 
-Decode: GB/s of the K and V read, and as a share of a plain read of as many bytes in the same run.
-Prefill: TFLOP/s, beside a matrix product's. Everything in CUDA graphs over several layers' caches,
-so that no layer finds its data in the L2; medians; every timed output is checked for some of its
-sequences. Kernels are compiled first, in parallel, without the GPU. About 50 s.
+Decode, and schedule (steps of the flagship run: how finely to cut sequences): GB/s of the K and V
+read, and as a share of a plain read of as many bytes in the same run. Prefill: TFLOP/s, beside a
+matrix product's. Everything in CUDA graphs over several layers' caches, so that no layer finds its
+data in the L2; medians; every timed output is checked for some of its sequences. Kernels are
+compiled first, in parallel, without the GPU. About 50 s.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from millstream.client.workload import Workload
 from millstream.kernels import paged_prefill, pdl, reference_attention
 from millstream.kernels.paged_decode import DecodeConfig, PagedDecode
 from millstream.kernels.paged_prefill import PrefillConfig
@@ -61,22 +63,21 @@ class Case:
         return zip(self.query_lens, self.contexts, strict=True)
 
 
+def flagship_contexts(step: int) -> tuple[int, ...]:
+    """The contexts of the flagship run's sequences that are left after so many decode steps."""
+    drawn = Workload().draw()
+    requests = zip(drawn.prompts, drawn.params, strict=True)
+    return tuple(len(ids) + step for ids, params in requests if (params.max_tokens or 0) > step)
+
+
 def decode_cases() -> list[Case]:
-    rng = random.Random(0)
-    prompts = []
-    for _ in range(256):
-        prompts.append(rng.randint(100, 1024))
-        for _ in range(prompts[-1]):
-            rng.randint(0, 10_000)
-    outputs = [rng.randint(100, 1024) for _ in range(256)]
     about_1k = tuple(random.Random(7).randint(512, 1536) for _ in range(256))
-    step_500 = tuple(p + 500 for p, o in zip(prompts, outputs, strict=True) if o > 500)
     mixed = (32_768, *(about_1k[:127]))
     qwen = (16, 8, 128)
     return [
-        Case(name="step 100", contexts=tuple(p + 100 for p in prompts), heads=qwen, layers=6,
+        Case(name="step 100", contexts=flagship_contexts(100), heads=qwen, layers=6,
              block_sizes=(256, 128, 64)),
-        Case(name="step 500", contexts=step_500, heads=qwen, layers=6),
+        Case(name="step 500", contexts=flagship_contexts(500), heads=qwen, layers=6),
         Case(name="32 x ~1k", contexts=about_1k[:32], heads=qwen, layers=12, block_sizes=(256,)),
         Case(name="8 x 32k", contexts=(32_768,) * 8, heads=qwen, layers=4),
         Case(name="1 x 32k", contexts=(32_768,), heads=qwen, layers=12),
@@ -113,16 +114,36 @@ def decode_configs(case: Case) -> dict[str, DecodeConfig]:
         }
     else:
         kinds["pad w4 s2 r128"] = functools.partial(config, 4, 2, False, False, max_registers=128)
-    if len(case.contexts) * case.heads[1] > 500:
-        schedules: dict[str, dict[str, Any]] = {
-            "x4": {}, "x4 unsorted": {"longest_first": False}, "x8": {"items_per_multiprocessor": 8}
-        }  # fmt: skip
-    else:
-        schedules = {f"x{n}": {"items_per_multiprocessor": n} for n in (2, 4, 8)}
+    schedules = (4, 8) if len(case.contexts) * case.heads[1] > 500 else (2, 4, 8)
     return {
-        f"{kind} {schedule}": make(**options)
+        f"{kind} x{items}": make(items_per_multiprocessor=items)
         for kind, make in kinds.items()
-        for schedule, options in schedules.items()
+        for items in schedules
+    }
+
+
+def schedule_cases() -> list[Case]:
+    return [
+        Case(name=f"step {step}", contexts=flagship_contexts(step), heads=(16, 8, 128), layers=6,
+             block_sizes=(64,))
+        for step in (1, 100, 240, 360, 480, 530, 575, 640, 700, 760, 820, 880, 940, 980)
+    ]  # fmt: skip
+
+
+def schedule_configs() -> dict[str, DecodeConfig]:
+    narrow = functools.partial(DecodeConfig, tile=64, tokens_are_rows=False, tail_apart=True)
+    wide = functools.partial(
+        DecodeConfig, tile=64, tokens_are_rows=True, tail_apart=False, max_registers=128
+    )
+    kinds = {
+        "pad w2 s3 tail": functools.partial(narrow, num_warps=2, num_stages=3),
+        "pad w2 s2 tail": functools.partial(narrow, num_warps=2, num_stages=2),
+        "swap w4 s3 r128": functools.partial(wide, num_warps=4, num_stages=3),
+    }
+    return {
+        f"{kind} x{items}": make(items_per_multiprocessor=items)
+        for kind, make in kinds.items()
+        for items in (4, 6, 8, 12, 16, 24)
     }
 
 
@@ -267,7 +288,7 @@ def compile_all(work: Sequence[tuple[Case, int, Any]]) -> None:
     started = time.monotonic()
     unique: dict[Any, tuple[Case, int, Any]] = {}
     for case, block_size, config in work:
-        key = {**asdict(config), "items_per_multiprocessor": 0, "longest_first": 0}
+        key = {**asdict(config), "items_per_multiprocessor": 0}
         unique[(case.heads, block_size, bool(case.query_lens), *key.values())] = (
             case, block_size, config,
         )  # fmt: skip
@@ -377,10 +398,19 @@ def measure(
 
 
 def bench_decode(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]]:
+    return _bench_decode(buffer, [(case, decode_configs(case)) for case in decode_cases()])
+
+
+def bench_schedule(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]]:
+    return _bench_decode(buffer, [(case, schedule_configs()) for case in schedule_cases()])
+
+
+def _bench_decode(
+    buffer: torch.Tensor, work: Sequence[tuple[Case, dict[str, DecodeConfig]]]
+) -> tuple[list[str], list[dict[str, Any]]]:
     lines, records = [], []
-    for case in decode_cases():
+    for case, configs in work:
         read = read_us(buffer, case.kv_bytes, case.layers)
-        configs = decode_configs(case)
         for block_size in case.block_sizes:
             inputs = make_inputs(case, block_size, buffer, case.layers)
             results = measure(case, decode_calls, configs, inputs)
@@ -448,7 +478,12 @@ def bench_store(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]]:
     return lines, records
 
 
-BENCHES = {"decode": bench_decode, "prefill": bench_prefill, "store": bench_store}
+BENCHES = {
+    "decode": bench_decode,
+    "schedule": bench_schedule,
+    "prefill": bench_prefill,
+    "store": bench_store,
+}
 
 
 def main() -> None:
@@ -463,6 +498,8 @@ def main() -> None:
         for case in decode_cases():
             for block_size in case.block_sizes:
                 work += [(case, block_size, config) for config in decode_configs(case).values()]
+    if "schedule" in arguments.cases:
+        work += [(schedule_cases()[0], 64, config) for config in schedule_configs().values()]
     if "prefill" in arguments.cases:
         for case in prefill_cases():
             for size in case.block_sizes:

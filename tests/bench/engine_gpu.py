@@ -1,10 +1,12 @@
 """The engine on one GPU, in process, random weights: one JSON line for each figure.
 
-    python3 -m tests.bench.engine_gpu [--model qwen3-0.6b] [--only latency flagship ttft idle]
+    python3 -m tests.bench.engine_gpu [--model qwen3-0.6b] [--only latency ttft flagship ...]
 
 latency: ms per token of one sequence, 128-token prompt, 512 tokens. flagship: the workload of
 millstream.client.workload, the second of two runs. ttft: the first token of a 1,000-token prompt on
-an idle engine. idle: the share of 50 steady steps at batch 256 in which no kernel runs.
+an idle engine. idle: the share of 50 steady steps at batch 256 in which no kernel runs. bare: a
+decode step of contexts of a few tokens, by batch: all that is not attention. prefill: TFLOP/s of a
+step of as many tokens as steps take, in prompts of 1,024 and in one, beside a matrix product's.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tests.bench.graph_timing import graph_time
 
 from millstream.client.workload import Workload
 from millstream.engine import LLM, SamplingParams
+from millstream.engine.model_config import ModelConfig
+from millstream.engine.shapes import named_shape
 
 
 def main() -> None:
@@ -31,6 +36,7 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--profile", action="store_true", help="print the kernels of idle's steps")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -42,6 +48,7 @@ def main() -> None:
         enforce_eager=arguments.enforce_eager,
         attention_backend=arguments.attention_backend,
         max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
     report(
         "startup",
@@ -54,6 +61,8 @@ def main() -> None:
         "ttft": lambda: ttft(llm),
         "flagship": lambda: flagship(llm, arguments.runs),
         "idle": lambda: idle(llm, arguments.profile),
+        "bare": lambda: bare(llm),
+        "prefill": lambda: prefill(llm, arguments.model),
     }
     for name in arguments.only:
         measures[name]()
@@ -149,6 +158,55 @@ def idle(llm: LLM, print_kernels: bool, batch: int = 256, steps: int = 50) -> No
         print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25))
     while not llm.is_finished():
         llm.step()
+
+
+def bare(llm: LLM, steps: int = 40) -> None:
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=steps + 20)
+    times = {}
+    for batch in (1, 4, 8, 16, 32, 48, 64, 72, 96, 128, 136, 160, 192, 224, 256):
+        if batch > llm.info.max_num_seqs:
+            break
+        for index in range(batch):
+            llm.add_request(random_prompt(8, index), params)
+        for _ in range(12):
+            llm.step()
+        started = time.perf_counter()
+        for _ in range(steps):
+            llm.step()
+        times[batch] = round(1e3 * (time.perf_counter() - started) / steps, 4)
+        while not llm.is_finished():
+            llm.step()
+    report("bare", ms_by_batch=times)
+
+
+def prefill(llm: LLM, model: str) -> None:
+    shape = named_shape(model)
+    assert shape is not None
+    matmul = matmul_tflops()
+    budget = llm.info.max_num_batched_tokens
+    for length in (1024, budget):
+        times = []
+        for seed in range(5):
+            prompts = [random_prompt(length, 97 * seed + n) for n in range(budget // length)]
+            times.append(generate(llm, prompts, 1))
+        seconds = statistics.median(times[1:])
+        tflops = 1e-12 * prefill_flop(shape, length) * (budget // length) / seconds
+        share = tflops / matmul
+        report("prefill", prompt=length, tokens=budget, tflops=tflops, matmul=matmul, share=share)
+
+
+def prefill_flop(shape: ModelConfig, length: int) -> float:
+    """The products of a prompt: the layers' weights and causal attention, without the LM head."""
+    attended = shape.num_heads * shape.head_dim
+    qkv = attended + 2 * shape.num_kv_heads * shape.head_dim
+    weights = shape.hidden_size * (qkv + attended + 3 * shape.intermediate_size)
+    pairs = length * (length + 1) / 2
+    return shape.num_layers * (2.0 * weights * length + 4.0 * attended * pairs)
+
+
+def matmul_tflops(size: int = 8192) -> float:
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2e-12 * size**3 / graph_time([lambda: a @ b] * 4)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,3 @@ def test_bad_inputs_are_refused(device: str) -> None:
     for gate_up, says in cases:
         with pytest.raises(ValueError, match=says):
             silu_mul(gate_up)
-
-
-def test_it_is_a_torch_op_with_a_fake(device: str) -> None:
-    torch.library.opcheck(silu_mul, (packed(3, 32, torch.float32, device),))

@@ -158,12 +158,12 @@ class TritonStepOps:
             within = Norm(weight=norm.weight, eps=norm.eps)
             return linear(residual, layer.weight, config, workspace, swiglu=swiglu, norm=within)
         if pending is None:
-            x = cast(Tensor, rms_norm(residual, norm.weight, norm.eps))
+            x = rms_norm(residual, norm.weight, norm.eps)
         else:
-            x = cast(Tensor, add_rms_norm(pending, residual, norm.weight, norm.eps))
+            x = add_rms_norm(pending, residual, norm.weight, norm.eps)
         if config is not None:
             return linear(x, layer.weight, config, workspace, swiglu=swiglu)
-        return cast(Tensor, silu_mul(layer(x)) if swiglu else layer(x))
+        return silu_mul(layer(x)) if swiglu else cast(Tensor, layer(x))
 
     def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
         keys, values = self._caches[layer]

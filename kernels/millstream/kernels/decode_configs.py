@@ -29,8 +29,7 @@ class DecodeConfig:
     tokens_are_rows: bool  # scores are K.Q^T (tile x 16), not Q.K^T (16 x tile)
     tail_apart: bool  # the last tile has a loop of its own, so that the others need no masks
     max_registers: int | None = None
-    items_per_multiprocessor: int = 4  # unless there are more sequences
-    longest_first: bool = True
+    items_per_multiprocessor: int = 4  # and one more for each sequence and KV head
 
 
 def choose_config(

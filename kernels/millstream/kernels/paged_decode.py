@@ -54,7 +54,6 @@ class PagedDecode:
             num_programs=_multiprocessors(device) * self.config.items_per_multiprocessor,
             tile=self.config.tile,
             max_context=max_context,
-            longest_first=self.config.longest_first,
             device=device,
         )
         self._query_shape = (num_heads, head_dim)

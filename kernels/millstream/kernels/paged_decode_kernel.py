@@ -11,7 +11,7 @@ import triton.language as tl
 
 from millstream.kernels.kv_tiles import block_ids, tile_offsets
 from millstream.kernels.pdl import launch_dependents, wait
-from millstream.kernels.work_list import COUNT, END, FIELDS, FIRST, ROW, SLOT, START
+from millstream.kernels.work_list import COUNT, END, FIELDS, FIRST, PART, ROW, SLOT, START
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -148,8 +148,9 @@ def paged_decode_kernel(
     slot = tl.load(fields + SLOT, cache_modifier=".cg")
     start = tl.load(fields + START, cache_modifier=".cg")
     end = tl.load(fields + END, cache_modifier=".cg")
-    first_item = tl.load(fields + FIRST, cache_modifier=".cg")
     count = tl.load(fields + COUNT, cache_modifier=".cg")
+    first = tl.load(fields + FIRST, cache_modifier=".cg")
+    part = tl.load(fields + PART, cache_modifier=".cg")
     if row < 0:
         wait(PDL)
         return
@@ -201,7 +202,7 @@ def paged_decode_kernel(
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + at_head, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     else:
-        part_at = item * NUM_HEADS + kv_head * GROUP
+        part_at = part * NUM_HEADS + kv_head * GROUP
         tl.store(partial_ptr + part_at * HEAD_DIM + at_head, acc, mask=inside[:, None])
         tl.store(maximum_ptr + part_at + head, maximum, mask=inside)
         tl.store(total_ptr + part_at + head, total, mask=inside)
@@ -213,6 +214,6 @@ def paged_decode_kernel(
                 partial_ptr + kv_head * GROUP * HEAD_DIM,
                 maximum_ptr + kv_head * GROUP,
                 total_ptr + kv_head * GROUP,
-                out_ptr, first_item, count,
+                out_ptr, first, count,
                 NUM_HEADS, GROUP, HEAD_DIM, COMBINE_HEADS, COMBINE_PARTS,
             )  # fmt: skip

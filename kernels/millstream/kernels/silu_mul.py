@@ -42,7 +42,6 @@ def _silu_mul_kernel(
     tl.store(out_ptr + row * out_stride + column, out, mask=inside)
 
 
-@torch.library.custom_op("millstream::silu_mul", mutates_args=())
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up as a new tensor [num_tokens, size].
 
@@ -64,13 +63,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
             **pdl.options(gate_up.device),
         )
     return out
-
-
-@silu_mul.register_fake
-def _(gate_up: torch.Tensor) -> torch.Tensor:
-    _check(gate_up)
-    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
-    return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
 def _check(gate_up: torch.Tensor) -> None:

@@ -2,11 +2,12 @@
 
     context_lens  70  9 150        an even share of all tokens for each program, in whole tiles
                   |   |  |
-    items   2:[0 64) 2:[64 128) 2:[128 150) 0:[0 64) 0:[64 70) 1:[0 9)        longest parts first
+    items   0:[0 64) 2:[0 64) 2:[64 128) 2:[128 150) 1:[0 9) 0:[64 70)        longest first
 
-A sequence is cut only where it is longer than the share, and then evenly. All layers of a step read
-the same list. Its size is bounded by the number of sequences and programs, not by lengths, so that
-a CUDA graph's grid serves any lengths.
+A sequence is cut into whole shares and a rest. Multiprocessors take items in the list's order, so
+with several shares for each program that runs at once, the rests fill the gaps at the end, whatever
+the number of sequences. All layers of a step read the same list. Its size is bounded by the number
+of sequences and programs, not by lengths, so that a CUDA graph's grid serves any lengths.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import triton.language as tl
 from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
 
-# Fields of an item, int32: row of the batch (-1: no item), slot, tokens [START, END), and the first
-# and the number of the items of its sequence.
-ROW, SLOT, START, END, FIRST, COUNT, FIELDS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
+# Fields of an item, int32: row of the batch (-1: no item), slot, tokens [START, END), the number of
+# items of its sequence, the first of those in the partial results, and its own place there.
+ROW, SLOT, START, END, COUNT, FIRST, PART, FIELDS = (tl.constexpr(i) for i in range(8))
 
 _MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernel
 
@@ -39,7 +40,6 @@ def _build_work_list_kernel(
     capacity: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
     ITEM_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -51,33 +51,33 @@ def _build_work_list_kernel(
     lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
     share = tl.cdiv(tl.sum(lens, axis=0) * NUM_KV_HEADS, num_programs)
     share = tl.maximum(tl.cdiv(share, TILE), 1) * TILE
-    parts = tl.maximum(tl.cdiv(lens, share), 1)
-    sizes = tl.maximum(tl.cdiv(tl.cdiv(lens, parts), TILE), 1) * TILE
-    # A sequence of no tokens (padding) is one empty item, for which attention writes zeros.
-    counts = tl.where(rows < batch, tl.maximum(tl.cdiv(lens, sizes), 1), 0)
+    wholes = tl.maximum(tl.cdiv(lens, share) - 1, 0)
+    rests = lens - wholes * share  # 0 of a sequence of no tokens (padding): its output is zeros
 
-    mine = rows == row
-    length = tl.sum(tl.where(mine, lens, 0), axis=0)
-    size = tl.sum(tl.where(mine, sizes, 0), axis=0)
-    count = tl.sum(tl.where(mine, counts, 0), axis=0)
-    before = rows < row
-    if LONGEST_FIRST:
-        longest, my_longest = tl.minimum(sizes, lens), tl.minimum(size, length)
-        before = (longest > my_longest) | ((longest == my_longest) & before)
-    first = tl.sum(tl.where(before, counts, 0), axis=0)
+    before, mine = rows < row, rows == row
+    num_wholes = tl.sum(wholes, axis=0)
+    my_wholes = tl.sum(tl.where(mine, wholes, 0), axis=0)
+    my_rest = tl.sum(tl.where(mine, rests, 0), axis=0)
+    wholes_before = tl.sum(tl.where(before, wholes, 0), axis=0)
+    longer = (rows < batch) & ((rests > my_rest) | ((rests == my_rest) & before))
+    rest_at = num_wholes + tl.sum(longer.to(tl.int32), axis=0)
+    first = wholes_before + row  # every sequence before has one rest
     slot = tl.load(slots_ptr + row).to(tl.int32)
-    for begin in range(0, count, ITEM_BLOCK):
+    for begin in range(0, my_wholes + 1, ITEM_BLOCK):
         part = begin + tl.arange(0, ITEM_BLOCK)
-        item = items_ptr + (first + part) * FIELDS
-        inside = part < count
+        inside = part <= my_wholes
+        is_rest = part == my_wholes
+        item = items_ptr + tl.where(is_rest, rest_at, wholes_before + part) * FIELDS
+        end = part * share + tl.where(is_rest, my_rest, share)
         tl.store(item + ROW, part * 0 + row, mask=inside)
         tl.store(item + SLOT, part * 0 + slot, mask=inside)
-        tl.store(item + START, part * size, mask=inside)
-        tl.store(item + END, tl.minimum((part + 1) * size, length), mask=inside)
+        tl.store(item + START, part * share, mask=inside)
+        tl.store(item + END, end, mask=inside)
+        tl.store(item + COUNT, part * 0 + my_wholes + 1, mask=inside)
         tl.store(item + FIRST, part * 0 + first, mask=inside)
-        tl.store(item + COUNT, part * 0 + count, mask=inside)
+        tl.store(item + PART, first + part, mask=inside)
     if row == 0:
-        for begin in range(tl.sum(counts, axis=0), capacity, ITEM_BLOCK):
+        for begin in range(num_wholes + batch, capacity, ITEM_BLOCK):
             unused = begin + tl.arange(0, ITEM_BLOCK)
             tl.store(items_ptr + unused * FIELDS + ROW, unused * 0 - 1, mask=unused < capacity)
     if PDL:
@@ -101,16 +101,14 @@ class WorkList:
         num_programs: int,
         tile: int,
         max_context: int,
-        longest_first: bool,
         device: torch.device,
     ) -> None:
         self.max_batch = max_batch
         self._num_kv_heads = num_kv_heads
         self._num_programs = num_programs
         self._tile = tile
-        self._longest_first = longest_first
-        # Lengths over the share, each rounded up: at most one item a sequence above the programs.
-        # That counts heads: an item is as many programs as there are KV heads.
+        # Whole shares are no more than the programs, counting heads: an item is as many programs as
+        # there are KV heads. And each sequence has a rest.
         longest_parts = triton.cdiv(max_context, tile)
         spare = min(triton.cdiv(num_programs, num_kv_heads), max_batch * (longest_parts - 1))
         self.capacity = max_batch + spare
@@ -134,7 +132,6 @@ class WorkList:
             self.capacity,
             NUM_KV_HEADS=self._num_kv_heads,
             TILE=self._tile,
-            LONGEST_FIRST=self._longest_first,
             BATCH_BLOCK=max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
             ITEM_BLOCK=32,
             num_warps=4,
