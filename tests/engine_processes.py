@@ -147,8 +147,15 @@ def submission(
 class Stream:
     """A Generate stream that sorts what comes by handle."""
 
-    def __init__(self, stub: engine_pb2_grpc.EngineStub, *, timeout_s: float | None = None) -> None:
-        self.call = stub.Generate(timeout=timeout_s)
+    def __init__(
+        self,
+        stub: engine_pb2_grpc.EngineStub,
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        metadata = None if api_key is None else [("x-api-key", api_key)]
+        self.call = stub.Generate(timeout=timeout_s, metadata=metadata)
         self.messages: list[engine_pb2.GenerateResponse] = []
         self.ready: engine_pb2.EngineInfo | None = None
         self.accepted: dict[int, engine_pb2.Accepted] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request
 from millstream.engine.sampling_validation import MAX_STOP_TOKEN_IDS
-from millstream.engine.validation import resolved_proto, to_request
+from millstream.engine.validation import resolved_proto, to_requests
 from millstream.rpc.errors import (
     InvalidArgument,
     MillstreamError,
@@ -43,7 +44,7 @@ def request(
         sampling=engine_pb2.SamplingParams(**sampling),
         **(submission or {}),
     )
-    return to_request(message, key=5, info=info, random_seed=99)
+    return to_requests(message, key=5, info=info, random_seed=99)[0]
 
 
 def refused(kind: type[MillstreamError], field: str, **arguments: Any) -> str:
@@ -117,7 +118,7 @@ def test_row_18_nan_and_infinity(name: str, value: float) -> None:
         ("frequency_penalty", [0], [-2.001, 2.001]),
         ("repetition_penalty", [1], [0, -1]),
         ("top_k", [-1, 0, 1, 100, 101, 2**30], [-2, -(2**31)]),
-        ("n", [1], [0]),
+        ("n", [1, 2, 128], [0, 129, 2**32 - 1]),
         ("max_tokens", [1, 61, 2**32 - 1], [0]),
     ],
 )
@@ -233,8 +234,34 @@ def test_number_of_stop_token_ids_is_bounded() -> None:
 
 def test_timeout_and_priority() -> None:
     refused(InvalidArgument, "timeout_ms", submission={"timeout_ms": 0})
-    refused(Unsupported, "priority", submission={"priority": 1})
-    request(submission={"priority": 0})
+    for priority in (-(2**31), -1, 0, 2**31 - 1):
+        assert request(submission={"priority": priority}).priority == priority
+
+
+def samples(handle: int = 5, **sampling: Any) -> list[Request]:
+    message = engine_pb2.Submission(
+        handle=handle, token_ids=[1, 2, 3], sampling=engine_pb2.SamplingParams(**sampling)
+    )
+    return to_requests(message, key=5, info=INFO, random_seed=99, client=3)
+
+
+def test_samples_differ_in_key_and_seed_alone() -> None:
+    first, *others = samples(n=4, seed=2**64 - 2, temperature=0.5, stop_token_ids=[9])
+    assert [other.key for other in others] == [6, 7, 8]
+    assert [other.sampling.seed for other in others] == [2**64 - 1, 0, 1]
+    for other in others:
+        like_first = replace(other.sampling, seed=first.sampling.seed)
+        assert replace(other, key=5, sampling=like_first) == first
+        assert (other.client, other.sampling.n) == (3, 4)
+    assert [sample.sampling.seed for sample in samples(n=2)] == [99, 100]
+    assert [resolved_proto(sample).n for sample in samples(n=2)] == [2, 2]
+
+
+def test_samples_need_consecutive_handles() -> None:
+    assert len(samples(handle=2**32 - 2, n=2)) == 2
+    with pytest.raises(InvalidArgument, match="3 samples take") as caught:
+        samples(handle=2**32 - 2, n=3)
+    assert caught.value.field == "handle"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +270,6 @@ def test_timeout_and_priority() -> None:
         ("presence_penalty", 0.5),
         ("frequency_penalty", -2),
         ("repetition_penalty", 1.1),
-        ("n", 2),
         ("stop", ["x"]),
         ("include_stop", True),
         ("skip_special_tokens", False),
@@ -287,7 +313,7 @@ def test_resolved_proto_fills_everything_in_and_passes_again() -> None:
         assert echoed.HasField(name)
     assert (echoed.seed, echoed.max_tokens, echoed.min_tokens, echoed.top_k) == (99, 61, 61, 0)
     again = engine_pb2.Submission(token_ids=first.token_ids, sampling=echoed)
-    assert to_request(again, key=5, info=INFO, random_seed=1) == first
+    assert to_requests(again, key=5, info=INFO, random_seed=1) == [first]
 
 
 def test_long_prompts_are_checked_quickly() -> None:
@@ -302,7 +328,7 @@ def test_long_prompts_are_checked_quickly() -> None:
     )
     message = engine_pb2.Submission(token_ids=range(150_000))
     started = time.perf_counter()
-    to_request(message, key=1, info=info, random_seed=0)
+    to_requests(message, key=1, info=info, random_seed=0)
     assert time.perf_counter() - started < 0.25  # about 10 ms
 
 

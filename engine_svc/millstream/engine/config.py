@@ -14,6 +14,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "triton", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+GENERATION_CONFIGS = ("auto", "none")
 
 
 def _flag(default: Any, help_text: str, **argument: Any) -> Any:
@@ -44,6 +45,12 @@ class EngineConfig:
     device: str = _flag("auto", "where the model runs; auto: CUDA if there is one", choices=DEVICES)
     load_format: str = _flag(
         "auto", "dummy: random weights from config.json alone", choices=LOAD_FORMATS
+    )
+    generation_config: str = _flag(
+        "auto",
+        "where a request's unset sampling parameters come from; auto: the model's "
+        "generation_config.json, if it sets them; none: the protocol's defaults",
+        choices=GENERATION_CONFIGS,
     )
     max_num_seqs: int | None = _number(
         None,

@@ -22,11 +22,12 @@ from tqdm.auto import tqdm
 
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
+from millstream.engine.generation_config import sampling_defaults
 from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import FinishedRecord, Stats
 from millstream.engine.request import FinishReason, Request
-from millstream.engine.validation import to_request
+from millstream.engine.validation import to_requests
 from millstream.rpc.errors import EngineFault, Unsupported
 from millstream.rpc.sampling_params import SamplingParams, to_proto
 from millstream.rpc.values import check_ids, check_list, check_text, refusal
@@ -48,18 +49,22 @@ class LLM:
         config = _config(None if model is None else str(model), options)
         self._model_dir = find_model(config)
         self._loaded: EngineCore | None = load_core(config, self._model_dir)
-        self._keys = itertools.count()
+        self._defaults = sampling_defaults(config.generation_config, self._model_dir)
+        self._num_keys = 0
         self._outputs: dict[int, list[int]] = {}  # of requests that have not ended
         self._tokenizer: Any = None
 
     # ---- one step at a time
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queues a request and returns the key that step() names it by.
+        """Queues a request and returns the key that step() names it by; with n > 1, the first of n
+        consecutive keys, one for each sample.
 
-        Raises what validation.to_request does, for a bad value or field.
+        Raises what validation.to_requests does, for a bad value or field.
         """
-        return self._submit(self._request(prompt, sampling_params))
+        samples = self._samples(prompt, sampling_params)
+        self._submit(samples)
+        return samples[0].key
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Runs one step: (key, token ids) of every request that ended, and the tokens sampled.
@@ -80,7 +85,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[dict[str, Any]]:
-        """Runs prompts (texts or token ids) to their end: {"text", "token_ids"} of each, in order.
+        """Runs prompts (texts or token ids) to their end: {"text", "token_ids"} of each, in order;
+        with n > 1 it is the first sample's, and "samples" has the same of each sample.
 
         One SamplingParams serves all prompts, a list has one for each. A flat list of ints is one
         prompt. "text" is "" when the model folder has no tokenizer. All prompts are checked before
@@ -90,13 +96,12 @@ class LLM:
             raise RuntimeError("generate: requests are pending; step() until is_finished() first")
         inputs = _prompt_list(prompts)
         params = _params_list(sampling_params, len(inputs))
-        requests = [self._request(*each) for each in zip(inputs, params, strict=True)]
-        keys = [request.key for request in requests]
+        prompt_samples = [self._samples(*each) for each in zip(inputs, params, strict=True)]
+        requests = list(itertools.chain.from_iterable(prompt_samples))
         results: dict[int, tuple[FinishedRecord, list[int]]] = {}
         try:
-            for request in requests:
-                self._submit(request)
-            with tqdm(total=len(keys), desc="generating", disable=not use_tqdm) as progress:
+            self._submit(requests)
+            with tqdm(total=len(requests), desc="generating", disable=not use_tqdm) as progress:
                 while not self.is_finished():
                     finished, _ = self._step()
                     results.update((ended[0].key, ended) for ended in finished)
@@ -107,8 +112,8 @@ class LLM:
                 self._cancel_all()
             raise
         return [
-            {"text": self._decode(*results[key], each), "token_ids": results[key][1]}
-            for key, each in zip(keys, params, strict=True)
+            self._result([results[sample.key] for sample in samples], each)
+            for samples, each in zip(prompt_samples, params, strict=True)
         ]
 
     @property
@@ -144,7 +149,7 @@ class LLM:
             raise RuntimeError("the LLM is closed")
         return self._loaded
 
-    def _request(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Request:
+    def _samples(self, prompt: Prompt, sampling_params: SamplingParams | None) -> list[Request]:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise refusal("sampling_params", "SamplingParams", params)
@@ -159,18 +164,21 @@ class LLM:
             else check_ids("prompt", prompt),
             sampling=to_proto(params),
         )
-        return to_request(
+        samples = to_requests(
             submission,
-            key=next(self._keys),
+            key=self._num_keys,
             info=self.info,
             random_seed=secrets.randbits(64),
+            defaults=self._defaults,
         )
+        self._num_keys += len(samples)
+        return samples
 
-    def _submit(self, request: Request) -> int:
+    def _submit(self, requests: list[Request]) -> None:
         with _uninterrupted():
-            self._outputs[request.key] = []
-            self._core.submit(request)
-        return request.key
+            for request in requests:
+                self._outputs[request.key] = []
+                self._core.submit(request)
 
     def _step(self) -> tuple[list[tuple[FinishedRecord, list[int]]], int]:
         with _uninterrupted():
@@ -192,6 +200,16 @@ class LLM:
     def _encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._load_tokenizer().encode(text)
         return token_ids
+
+    def _result(
+        self, ended: list[tuple[FinishedRecord, list[int]]], params: SamplingParams
+    ) -> dict[str, Any]:
+        """What generate() gives for a prompt whose samples have ended."""
+        samples = [
+            {"text": self._decode(record, token_ids, params), "token_ids": token_ids}
+            for record, token_ids in ended
+        ]
+        return samples[0] if len(samples) == 1 else {**samples[0], "samples": samples}
 
     def _decode(self, record: FinishedRecord, token_ids: list[int], params: SamplingParams) -> str:
         """The text of an output; of the token that ended it only with include_stop."""

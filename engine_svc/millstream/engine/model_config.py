@@ -120,9 +120,9 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     Raises:
         ModelConfigError: a file is missing or not JSON, or holds something unsupported.
     """
-    raw = _read_json(model_dir / CONFIG_FILE)
+    raw = read_json(model_dir / CONFIG_FILE)
     generation_file = model_dir / GENERATION_CONFIG_FILE
-    generation = _read_json(generation_file) if generation_file.exists() else {}
+    generation = read_json(generation_file) if generation_file.exists() else {}
     return parse_model_config(raw, generation)
 
 
@@ -174,7 +174,8 @@ def parse_model_config(
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises ModelConfigError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

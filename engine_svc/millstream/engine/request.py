@@ -60,6 +60,7 @@ class Sampling:
     logprobs: int | None = None  # so many likeliest besides the token's own; None: none at all
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
+    n: int = 1  # samples of the prompt, of which this is one
 
     @property
     def greedy(self) -> bool:

@@ -14,6 +14,7 @@ from millstream.rpc.errors import InvalidArgument, NeverFits
 from millstream.v1 import engine_pb2
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 100.0
 # These bound what a slot of the runner holds.
 MAX_STOP_TOKEN_IDS = 1024
@@ -58,11 +59,9 @@ def resolve_sampling(
 ) -> Sampling:
     """The parameters with every default filled in; `random_seed` (64 bits) serves if they have
     none. Raises InvalidArgument, Unsupported or NeverFits (larger than the KV pool)."""
-    numbers = _check_numbers(params)
+    numbers = check_scalars(params)
     lists = _check_lists(params, info)
     _refuse_unsupported(params)
-    if params.top_k < -1:
-        raise invalid("sampling.top_k", "-1 or 0 (off), or at least 1", params.top_k)
     max_tokens = _max_tokens(params, prompt_tokens, info)
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         raise invalid(
@@ -86,6 +85,7 @@ def resolve_sampling(
         bad_words=lists.bad_words,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        n=params.n if params.HasField("n") else 1,
     )
 
 
@@ -104,7 +104,7 @@ def resolved_sampling(sampling: Sampling) -> engine_pb2.SamplingParams:
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
-        n=1,
+        n=sampling.n,
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=[engine_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
@@ -113,8 +113,9 @@ def resolved_sampling(sampling: Sampling) -> engine_pb2.SamplingParams:
     )
 
 
-def _check_numbers(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
-    """Every float field, checked; its default where it is unset."""
+def check_scalars(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
+    """Every float field, its default where it is unset. Raises InvalidArgument for one that is out
+    of range, and for a count that is."""
     numbers: dict[_Number, float] = {}
     for name, allowed in _RANGES.items():
         value: float = getattr(params, name) if params.HasField(name) else allowed.default
@@ -125,6 +126,10 @@ def _check_numbers(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
         count = getattr(params, field)
         if count > MAX_LOGPROBS:
             raise invalid(f"sampling.{field}", f"from 0 to {MAX_LOGPROBS}", count)
+    if params.top_k < -1:
+        raise invalid("sampling.top_k", "-1 or 0 (off), or at least 1", params.top_k)
+    if params.HasField("n") and not 1 <= params.n <= MAX_SAMPLES:
+        raise invalid("sampling.n", f"from 1 to {MAX_SAMPLES}", params.n)
     return numbers
 
 
@@ -218,8 +223,6 @@ def _check_something_is_left(
 
 def _refuse_unsupported(params: engine_pb2.SamplingParams) -> None:
     """Raises for every field that the engine would otherwise ignore; bad values come first."""
-    if params.HasField("n") and params.n == 0:
-        raise invalid("sampling.n", "at least 1", 0)
     structured = params.WhichOneof("structured_output")
     if structured == "json_object" and not params.json_object:
         structured = None
@@ -230,7 +233,6 @@ def _refuse_unsupported(params: engine_pb2.SamplingParams) -> None:
             params.HasField("skip_special_tokens") and not params.skip_special_tokens,
             _TEXT,
         ),
-        "n": (params.n > 1, "only 1 so far"),
         structured or "structured_output": (structured is not None, "not yet"),
     }
     for name, (is_set, why) in refused.items():

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,29 +18,26 @@ from pathlib import Path
 import grpc
 
 from millstream.engine import wire
+from millstream.engine.admission import Admission
 from millstream.engine.block_watch import BlockWatcher, BlockWatchers
+from millstream.engine.clients import Clients
 from millstream.engine.config import EngineConfig
+from millstream.engine.config_values import ModelConfigError
+from millstream.engine.generation_config import sampling_defaults
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.records import StepRecord, make_key
+from millstream.engine.records import StepRecord, handle_of, make_key
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.step_parts import parts_of
 from millstream.engine.streams import Stream
 from millstream.engine.supervisor import Supervisor
-from millstream.engine.validation import resolved_proto, to_request
-from millstream.rpc.errors import (
-    DuplicateHandle,
-    EngineUnavailable,
-    MillstreamError,
-    QueueFull,
-    Unsupported,
-    to_status,
-)
+from millstream.engine.validation import resolved_proto
+from millstream.rpc.errors import EngineUnavailable, MillstreamError, Unsupported, to_status
+from millstream.rpc.server import StartError
 from millstream.rpc.threads import in_daemon_thread
 from millstream.v1 import engine_pb2
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0
 STATS_LOG_INTERVAL_S = 10.0
 SHUTDOWN_GRACE_S = 1.0  # after a drain's time limit, for the last messages to leave
 
@@ -83,6 +79,8 @@ class EngineService:
         self._core = Supervisor(config, on_step=self._on_step, on_blocks=self._watchers.on_record)
         self._core.failed.add_done_callback(self._on_failed)
         self._info: RunnerInfo | None = None
+        self._admission: Admission | None = None
+        self._clients = Clients()
         self._engine_info = engine_pb2.EngineInfo()
         self._unavailable: str | None = "the engine is starting"
         self._streams: dict[int, Stream] = {}
@@ -103,7 +101,12 @@ class EngineService:
 
     async def load(self) -> None:
         model = await in_daemon_thread(self._find_model, name="find-model")
+        try:
+            defaults = sampling_defaults(self._config.generation_config, model.path)
+        except ModelConfigError as error:
+            raise StartError(str(error)) from None
         self._info = await self._core.start(model.path)
+        self._admission = Admission(self._info, self._config.max_queued_requests, defaults)
         self._engine_info = wire.engine_info(
             self._info,
             self._config,
@@ -194,18 +197,20 @@ class EngineService:
         )
 
     @contextlib.contextmanager
-    def open_stream(self) -> Iterator[Stream]:
-        """A stream for one RPC; what it has in flight at the end is cancelled. Raises
-        EngineUnavailable when no requests are taken."""
+    def open_stream(self, api_key: str = "") -> Iterator[Stream]:
+        """A stream for one RPC; what it has in flight at the end is cancelled. `api_key`: whose it
+        is (clients.py). Raises EngineUnavailable when no requests are taken."""
         if self._unavailable is not None:
             raise EngineUnavailable(self._unavailable)
-        stream = Stream(next(self._stream_numbers))
+        number = next(self._stream_numbers)
+        stream = Stream(number, self._clients.enter(api_key, number))
         self._streams[stream.number] = stream
         try:
             yield stream
         finally:
             del self._streams[stream.number]
             self._finish(stream, stream.close(), FinishReason.CANCELLED)
+            self._clients.leave(api_key, stream.client)
 
     @contextlib.contextmanager
     def watch_blocks(self) -> Iterator[BlockWatcher]:
@@ -232,7 +237,7 @@ class EngineService:
         requests: list[Request] = []
         for submission in submissions:
             try:
-                request = self._admit(stream, submission, len(requests))
+                samples = self._admit(stream, submission, len(requests))
             except Exception as error:
                 if not isinstance(error, MillstreamError):
                     logger.exception("validating a submission failed")
@@ -240,40 +245,28 @@ class EngineService:
                 stream.reject(engine_pb2.Rejected(handle=submission.handle, status=status))
                 logger.debug("stream %d: refused: %s", stream.number, status.message)
                 continue
-            logger.debug("accepted %s", request.request_id)
-            requests.append(request)
-            accepted = engine_pb2.Accepted(
-                handle=submission.handle,
-                request_id=request.request_id,
-                sampling=resolved_proto(request),
-            )
-            stream.accept(accepted, self._deadline_timer(stream, submission))
+            logger.debug("accepted %s", submission.request_id)
+            requests += samples
+            for sample in samples:
+                accepted = engine_pb2.Accepted(
+                    handle=handle_of(sample.key),
+                    request_id=sample.request_id,
+                    sampling=resolved_proto(sample),
+                )
+                stream.accept(accepted, self._deadline_timer(stream, submission, sample))
         self._core.submit(requests)
 
-    def _admit(self, stream: Stream, submission: engine_pb2.Submission, num_new: int) -> Request:
-        """The submission as a request. Raises the MillstreamError that refuses it."""
-        if stream.in_use(submission.handle):
-            raise DuplicateHandle(f"handle: {submission.handle} is in use", field="handle")
+    def _admit(
+        self, stream: Stream, submission: engine_pb2.Submission, num_new: int
+    ) -> list[Request]:
+        """The submission's samples. Raises the MillstreamError that refuses it."""
         if self._unavailable is not None:
             raise EngineUnavailable(self._unavailable)
-        assert self._info is not None
-        most = self._info.max_num_seqs + self._config.max_queued_requests
-        if self._core.num_live + num_new >= most:
-            raise QueueFull(
-                f"{self._config.max_queued_requests} requests wait already",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if not submission.request_id:
-            submission.request_id = f"{stream.number}-{submission.handle}"
-        return to_request(
-            submission,
-            key=make_key(stream.number, submission.handle),
-            info=self._info,
-            random_seed=secrets.randbits(64),
-        )
+        assert self._admission is not None
+        return self._admission.admit(stream, submission, self._core.num_live + num_new)
 
     def _deadline_timer(
-        self, stream: Stream, submission: engine_pb2.Submission
+        self, stream: Stream, submission: engine_pb2.Submission, sample: Request
     ) -> asyncio.TimerHandle | None:
         if not submission.HasField("timeout_ms"):
             return None
@@ -281,7 +274,7 @@ class EngineService:
             submission.timeout_ms / 1000,
             self._finish,
             stream,
-            (submission.handle,),
+            (handle_of(sample.key),),
             FinishReason.DEADLINE,
         )
 
@@ -291,6 +284,9 @@ class EngineService:
     def _on_step(self, step: StepRecord) -> None:
         """Hands each stream its part of a step. What is left of closed streams is dropped."""
         self._tokens_seen += len(step.token_ids)
+        if self._admission is not None:
+            now = asyncio.get_running_loop().time()
+            self._admission.note_step(len(step.finished), self._core.num_live, now)
         for number, part in parts_of(step).items():
             stream = self._streams.get(number)
             if stream is not None:

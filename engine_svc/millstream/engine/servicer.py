@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import grpc
 
+from millstream.engine.clients import api_key
 from millstream.engine.service import Dialect, EngineService
 from millstream.engine.streams import Stream
 from millstream.rpc.errors import EngineFault, MillstreamError, abort
@@ -16,8 +17,8 @@ from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Submissions handled before other streams get a turn: about 10 ms of short ones.
-SUBMISSIONS_PER_TURN = 512
+# Samples submitted before other streams get a turn: about 10 ms of short ones.
+SAMPLES_PER_TURN = 512
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,7 +51,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request_iterator: AsyncIterator[engine_pb2.GenerateRequest], context: Context
     ) -> None:
         try:
-            with self._service.open_stream() as stream:
+            key = api_key(context.invocation_metadata())
+            with self._service.open_stream(key) as stream:
                 await self._serve(stream, request_iterator, context)
         except MillstreamError as error:
             await abort(context, error)
@@ -83,8 +85,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """Obeys a stream's messages until it is half-closed. Fails the stream, never in silence."""
         try:
             async for message in requests:
-                for start in range(0, len(message.submit), SUBMISSIONS_PER_TURN):
-                    submissions = message.submit[start : start + SUBMISSIONS_PER_TURN]
+                for submissions in _turns(message.submit):
                     self._service.submit(stream, submissions)
                     await asyncio.sleep(0)
                     await stream.room()
@@ -93,6 +94,20 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         except Exception:
             logger.exception("reading a stream failed")
             stream.fail(EngineFault("internal error; the service's log has it"))
+
+
+def _turns(submissions: Iterable[engine_pb2.Submission]) -> Iterator[list[engine_pb2.Submission]]:
+    """Cuts so that each piece has about SAMPLES_PER_TURN samples."""
+    turn: list[engine_pb2.Submission] = []
+    room = SAMPLES_PER_TURN
+    for submission in submissions:
+        turn.append(submission)
+        room -= max(1, submission.sampling.n)
+        if room <= 0:
+            yield turn
+            turn, room = [], SAMPLES_PER_TURN
+    if turn:
+        yield turn
 
 
 def _register(service: EngineService, server: grpc.aio.Server) -> None:

@@ -14,6 +14,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
+from millstream.engine.clients import Client
 from millstream.engine.logprob_columns import LogprobColumns, in_pieces
 from millstream.engine.step_parts import StepPart
 from millstream.rpc.errors import MillstreamError
@@ -85,8 +86,10 @@ class _Waiting:
 class Stream:
     """One stream. All of it runs on the event loop."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, client: Client | None = None) -> None:
+        """`client`: whose it is; None: its own."""
         self.number = number
+        self.client = client or Client(number)
         # The requests that the core has: handle -> the timer of its deadline.
         self._live: dict[int, asyncio.TimerHandle | None] = {}
         self._finished_unsent: set[int] = set()
@@ -121,6 +124,7 @@ class Stream:
     def accept(self, accepted: engine_pb2.Accepted, timer: asyncio.TimerHandle | None) -> None:
         """A request is on its way to the core; its timer is cancelled when it ends."""
         self._live[accepted.handle] = timer
+        self.client.num_live += 1
         self._accepted.append(accepted)
         self._wake.set()
 
@@ -143,6 +147,7 @@ class Stream:
             last.merge(part)
         for end in part.finished:
             timer = self._live.pop(end.handle)
+            self.client.num_live -= 1
             if timer is not None:
                 timer.cancel()
             self._finished_unsent.add(end.handle)
@@ -167,6 +172,7 @@ class Stream:
             if timer is not None:
                 timer.cancel()
         self._live.clear()
+        self.client.num_live -= len(handles)
         return handles
 
     # ---- what comes out

@@ -6,26 +6,36 @@ never out of range. Errors name the bad field by its proto path ("sampling.top_p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millstream.engine.checks import check_vocabulary, invalid, unsupported
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request, Sampling
-from millstream.engine.sampling_validation import resolve_sampling, resolved_sampling
+from millstream.engine.sampling_validation import check_scalars, resolve_sampling, resolved_sampling
 from millstream.rpc.errors import InvalidArgument, PromptTooLong
 from millstream.v1 import engine_pb2
 
 MAX_NAME_LENGTH = 1024  # of request_id and cache_salt, in characters
+_NO_DEFAULTS = engine_pb2.SamplingParams()
 
 
-def to_request(
-    submission: engine_pb2.Submission, *, key: int, info: RunnerInfo, random_seed: int
-) -> Request:
-    """The submission as the scheduler takes it; `random_seed` (64 bits) serves if it sets no seed.
+def to_requests(
+    submission: engine_pb2.Submission,
+    *,
+    key: int,
+    info: RunnerInfo,
+    random_seed: int,
+    defaults: engine_pb2.SamplingParams = _NO_DEFAULTS,
+    client: int = 0,
+) -> list[Request]:
+    """The submission as the scheduler takes it: a request for each sample, with consecutive keys
+    and seeds. `random_seed` (64 bits) serves if it sets no seed, `defaults` for the fields of
+    sampling that it does not set; the documented defaults come last.
 
     Raises InvalidArgument (a bad value), Unsupported (a field the engine does not do yet),
     PromptTooLong (no room for output within max_model_len) or NeverFits (larger than the KV pool).
     """
-    if submission.priority:
-        raise unsupported("priority", "only 0 so far")
+    num_samples = check_samples(submission)
     if submission.HasField("timeout_ms") and submission.timeout_ms == 0:
         raise invalid("timeout_ms", "at least 1", 0)
     for field in ("request_id", "cache_salt"):
@@ -34,17 +44,42 @@ def to_request(
             raise invalid(field, f"at most {MAX_NAME_LENGTH} characters", length)
     token_ids = list(submission.token_ids)
     _check_prompt(token_ids, info)
+    params = engine_pb2.SamplingParams()
+    params.MergeFrom(defaults)
+    params.MergeFrom(submission.sampling)  # a field that is set here wins
     sampling = resolve_sampling(
-        submission.sampling, prompt_tokens=len(token_ids), info=info, random_seed=random_seed
+        params, prompt_tokens=len(token_ids), info=info, random_seed=random_seed
     )
     _refuse_for_now(sampling)
-    return Request(
+    first = Request(
         key=key,
         token_ids=token_ids,
         sampling=sampling,
         request_id=submission.request_id,
         cache_salt=submission.cache_salt,
+        priority=submission.priority,
+        client=client,
     )
+    return [first, *(_sample(first, index) for index in range(1, num_samples))]
+
+
+def check_samples(submission: engine_pb2.Submission) -> int:
+    """How many samples it asks for. Raises InvalidArgument."""
+    sampling = submission.sampling
+    if not sampling.HasField("n"):
+        return 1
+    check_scalars(engine_pb2.SamplingParams(n=sampling.n))
+    if submission.handle + sampling.n > 1 << 32:
+        wanted = f"{sampling.n} samples take consecutive handles below 2**32"
+        raise invalid("handle", wanted, submission.handle)
+    return sampling.n
+
+
+def _sample(first: Request, index: int) -> Request:
+    """Another sample of the same prompt. The prompt's log probabilities come with the first."""
+    seed = (first.sampling.seed + index) % (1 << 64)
+    sampling = replace(first.sampling, seed=seed, prompt_logprobs=None)
+    return replace(first, key=first.key + index, sampling=sampling)
 
 
 def resolved_proto(request: Request) -> engine_pb2.SamplingParams:

@@ -104,17 +104,23 @@ class Submission(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """The client's name for this request, unique among the stream's live requests."""
+    """The client's name for this request, unique among the stream's live requests. With n > 1 the
+    samples have this handle and those that follow it, below 2**32.
+    """
     request_id: _builtins.str
     """A name for logs and traces; the engine makes one up when it is empty. At most 1024 characters."""
     timeout_ms: _builtins.int
-    """Ends the request with FINISH_REASON_DEADLINE after so many milliseconds, queueing included.
-    Must be positive when set.
+    """Ends the request with FINISH_REASON_DEADLINE after so many milliseconds, queueing included: one
+    that waits ends then too, computes nothing and gives up its place. Must be positive when set.
     """
     cache_salt: _builtins.str
     """Prefix-cache blocks are shared only between requests with equal salts. At most 1024 characters."""
     priority: _builtins.int
-    """Smaller is served first. Not supported yet: UNIMPLEMENTED unless 0."""
+    """Smaller is served first, equal ones fairly and in order of arrival; default 0. It decides who
+    is admitted next, and who gives up its KV blocks when there are too few: the largest number,
+    of several the last admitted. Nobody gives up a slot for it. While requests of smaller numbers
+    keep the engine full, those of larger ones wait.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; at least one id, each below EngineInfo.vocab_size."""
@@ -151,8 +157,10 @@ Global___Submission: _TypeAlias = Submission  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Sampling parameters. A field with a meaningful zero is optional: unset is not zero. A value out
-    of range is refused with INVALID_ARGUMENT; a field marked (not yet) is refused with UNIMPLEMENTED
+    """Sampling parameters. A field with a meaningful zero is optional: unset is not zero. Where the
+    model's generation_config.json sets temperature, top_p, top_k, min_p or repetition_penalty, that
+    is the default instead of the one told here (unless the engine was started with
+    --generation-config none); Accepted has what came of it. A value out of range is refused with INVALID_ARGUMENT; a field marked (not yet) is refused with UNIMPLEMENTED
     unless it has its neutral value.
     """
 
@@ -233,7 +241,12 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     """Refused: text output is the Tokenizer service's."""
     n: _builtins.int
-    """Samples per prompt, on consecutive handles; default 1 (not yet: only 1)."""
+    """Samples per prompt, 1 to 128, default 1: requests of their own on consecutive handles, which
+    are accepted or refused together and end apart. The seed of sample i is seed + i (modulo 2**64),
+    so each can be had again alone. They share the prompt's KV blocks through the prefix cache (with
+    that off, each computes the prompt); greedy ones are equal. Prompt log probabilities come with
+    the first one only.
+    """
     logprobs: _builtins.int
     """Sends the log probability of each output token, and those of the N likeliest; 0 to 20. Unset:
     none. They are log_softmax of the model's logits: before penalties, bias, what may be sampled,
@@ -590,7 +603,10 @@ class EngineLimits(_message.Message):
     max_num_batched_tokens: _builtins.int
     """Most tokens in one step."""
     max_queued_requests: _builtins.int
-    """Most requests waiting before new ones are refused with RESOURCE_EXHAUSTED."""
+    """Most requests waiting (each sample counts) before new ones are refused with RESOURCE_EXHAUSTED
+    and a RetryInfo, which tells when a place is expected to be free. A client that has no request
+    in the engine gets in beyond that, up to an eighth more.
+    """
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int
@@ -617,7 +633,7 @@ Global___EngineLimits: _TypeAlias = EngineLimits  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """A request was taken."""
+    """A request was taken. Each sample of a submission has its own."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -649,8 +665,8 @@ Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class Rejected(_message.Message):
-    """A request was refused. A message of its own, so that refusing a duplicate handle does not look
-    like the end of the live request.
+    """A request was refused, with all its samples; the handle is the first one's. A message of its own,
+    so that refusing a duplicate handle does not look like the end of the live request.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

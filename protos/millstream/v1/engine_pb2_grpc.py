@@ -64,6 +64,11 @@ class EngineServicer:
         and may be used again afterwards. Half-closing means "no more submissions": what is in flight
         is finished, then the stream ends with OK (a stream that never submitted ends with OK too).
         Cancelling the RPC, its deadline or a lost connection cancels everything on the stream.
+
+        Clients share the engine fairly: of equal priority, the client with the fewest requests running
+        is served next, however many it or others have queued. A client is a stream, or all streams
+        whose RPC has the same API key as metadata (`x-api-key`, else `authorization`); nothing is
+        allowed or forbidden by a key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
