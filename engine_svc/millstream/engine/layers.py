@@ -13,22 +13,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from millstream.engine.parallel import Group, Span
+
 _HAS_ONEDNN = torch._C._has_mkldnn
 # oneDNN takes longer for fewer rows than for so many.
 _FEWEST_PACKED_ROWS = 4
 
 
 class ParameterPart:
-    """The place of one checkpoint tensor inside a parameter: rows [start, start + shape[0])."""
+    """The place of one checkpoint tensor, or of a rank's part of it, inside a parameter: some of
+    its rows."""
 
-    def __init__(self, parameter: Tensor, start: int = 0, rows: int | None = None) -> None:
-        self._parameter = parameter
+    def __init__(
+        self,
+        parameter: Tensor,
+        start: int = 0,
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> None:
+        """start: the parameter's first row of it. rows, columns: the part of the tensor that is
+        taken; None: as many as the parameter has."""
+        rows = rows or Span.whole(parameter.shape[0])
+        self.parameter = parameter
         self._start = start
-        self.shape = (rows if rows is not None else parameter.shape[0], *parameter.shape[1:])
+        self._num_rows = rows.length
+        self.shape = (rows.size, *parameter.shape[1:])  # of the checkpoint's tensor
+        self.taken: tuple[slice, ...] | None = None  # what of it is taken; None: all
+        if columns is not None and not columns.is_whole:
+            self.shape = (rows.size, columns.size)
+            self.taken = (slice(None), slice(columns.start, columns.stop))
+        elif not rows.is_whole:
+            self.taken = (slice(rows.start, rows.stop),)
 
     def take(self, tensor: Tensor) -> None:
-        """Copies a checkpoint tensor of `shape` in, converting its dtype."""
-        self._parameter.detach().narrow(0, self._start, self.shape[0]).copy_(tensor)
+        """Copies in what is taken of a checkpoint tensor, converting its dtype."""
+        self.parameter.detach().narrow(0, self._start, self._num_rows).copy_(tensor)
 
 
 class Layer(nn.Module):
@@ -76,9 +95,12 @@ class Linear(Layer):
 class FusedLinear(Linear):
     """Several projections of the same input, one below the other in one matrix."""
 
-    def __init__(self, in_features: int, outputs: Mapping[str, int], *, bias: bool = False) -> None:
-        super().__init__(in_features, sum(outputs.values()), bias=bias)
-        self.outputs = dict(outputs)  # checkpoint name -> rows, in order
+    def __init__(
+        self, in_features: int, outputs: Mapping[str, Span], *, bias: bool = False
+    ) -> None:
+        """outputs: checkpoint name -> the rows that are held, in order."""
+        super().__init__(in_features, sum(rows.length for rows in outputs.values()), bias=bias)
+        self.outputs = dict(outputs)
 
     def checkpoint_parts(self, prefix: str) -> Iterator[tuple[str, ParameterPart]]:
         parent = prefix.rpartition(".")[0]  # the checkpoint knows nothing of the fused layer
@@ -86,7 +108,41 @@ class FusedLinear(Linear):
         for output, rows in self.outputs.items():
             for name, parameter in self.named_parameters(recurse=False):
                 yield f"{parent}.{output}.{name}", ParameterPart(parameter, start, rows)
-            start += rows
+            start += rows.length
+
+
+class RowParallelLinear(Linear):
+    """A projection whose columns, hence whose inputs, are spread over ranks; the bias is rank 0's.
+
+    Its forward adds up the ranks' products; ops that compute the product another way call reduce.
+    """
+
+    def __init__(
+        self, in_features: Span, out_features: int, *, bias: bool = False, group: Group
+    ) -> None:
+        super().__init__(in_features.length, out_features, bias=bias and group.rank == 0)
+        self._in_features = in_features
+        self._elsewhere = bias and group.rank > 0
+        self.reduce = group.all_reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduce(super().forward(x))
+
+    def checkpoint_parts(self, prefix: str) -> Iterator[tuple[str, ParameterPart]]:
+        weight = self.weight
+        yield f"{prefix}.weight", ParameterPart(weight, columns=self._in_features)
+        if self.bias is not None:
+            yield f"{prefix}.bias", ParameterPart(self.bias)
+        elif self._elsewhere:
+            nothing = weight.new_empty(0)
+            yield f"{prefix}.bias", ParameterPart(nothing, rows=Span(0, 0, weight.shape[0]))
+
+
+def row_linear(in_features: Span, out_features: int, *, bias: bool, group: Group | None) -> Linear:
+    """A projection of what column-parallel layers give."""
+    if group is None:
+        return Linear(in_features.length, out_features, bias=bias)
+    return RowParallelLinear(in_features, out_features, bias=bias, group=group)
 
 
 class RMSNorm(Layer):
@@ -99,19 +155,47 @@ class RMSNorm(Layer):
 
 
 class Embedding(Layer):
-    def __init__(self, rows: int, size: int) -> None:
+    def __init__(self, rows: Span, size: int) -> None:
         super().__init__()
-        self.weight = _parameter(rows, size)
+        self.weight = _parameter(rows.length, size)
+        self.rows = rows
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.weight)
 
+    def checkpoint_parts(self, prefix: str) -> Iterator[tuple[str, ParameterPart]]:
+        yield f"{prefix}.weight", ParameterPart(self.weight, rows=self.rows)
+
+
+class ParallelEmbedding(Embedding):
+    """An embedding whose rows are spread over ranks."""
+
+    def __init__(self, rows: Span, size: int, group: Group) -> None:
+        super().__init__(rows, size)
+        self._group = group
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        local = token_ids - self.rows.start
+        elsewhere = (local < 0) | (local >= self.rows.length)
+        embedded = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        return self._group.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0))
+
+
+def embedding(rows: Span, size: int, group: Group | None) -> Embedding:
+    return Embedding(rows, size) if group is None else ParallelEmbedding(rows, size, group)
+
 
 class LMHead(Linear):
-    """Hidden states to logits; shares the embedding's weight when the two are tied."""
+    """Hidden states to logits, of a rank's part of the vocabulary; shares the embedding's weight
+    when the two are tied."""
 
-    def __init__(self, rows: int, size: int, *, tied_to: Embedding | None = None) -> None:
-        super().__init__(size, rows, weight=tied_to.weight if tied_to is not None else None)
+    def __init__(self, rows: Span, size: int, *, tied_to: Embedding | None = None) -> None:
+        weight = tied_to.weight if tied_to is not None else None
+        super().__init__(size, rows.length, weight=weight)
+        self.rows = rows
+
+    def checkpoint_parts(self, prefix: str) -> Iterator[tuple[str, ParameterPart]]:
+        yield f"{prefix}.weight", ParameterPart(self.weight, rows=self.rows)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

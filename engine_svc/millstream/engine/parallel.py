@@ -1,24 +1,140 @@
-"""The processes that share one model. So far there is one."""
+"""Which part of a model each rank holds, and what the ranks do together.
+
+Column-parallel layers (QKV, gate and up) hold some of the rows of their weights, whole heads at a
+time; row-parallel ones (O, down) some of the columns, so their outputs are parts of a sum. The
+vocabulary is cut into shares of whole sampling blocks; no share is padded, so there is no padding
+that could be sampled.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+from torch import Tensor
 
 from millstream.engine.hardware import LoadError
+from millstream.engine.model_config import ModelConfig
+
+# Shares of the vocabulary start at multiples of it: noise is drawn for four token ids at once, and
+# rows of logits stay aligned.
+VOCAB_UNIT = 16
+
+
+class Group(Protocol):
+    """The ranks that share a model. A model of one process has none (None).
+
+    Every method is called by all ranks, in the same order.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def join(self) -> None:
+        """Meets the other ranks; before this nothing else may be called."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of x [n, m], contiguous, which may be overwritten."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, contiguous: [size, *x.shape]."""
+
+    def from_first(self, x: Tensor) -> Tensor:
+        """Rank 0's x, of at most 2**24 in size if it is an integer; the others' are of its shape
+        and dtype."""
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values, on the host; it waits for the other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part [start, stop) of a dimension of `size` that a rank holds."""
+
+    start: int
+    stop: int
+    size: int
+
+    @classmethod
+    def whole(cls, size: int) -> Self:
+        return cls(0, size, size)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.length == self.size
+
+    def times(self, factor: int) -> Span:
+        """The same part of a dimension with `factor` entries for each of this one's."""
+        return Span(self.start * factor, self.stop * factor, self.size * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGroup:
-    """This process's place among those that each hold a shard of the model."""
+class Share:
+    """A rank's part of a model."""
 
-    rank: int = 0
-    size: int = 1
+    config: ModelConfig  # with this rank's heads and width of the MLP, but the whole vocabulary
+    heads: Span
+    kv_heads: Span  # of one head on several ranks when there are fewer than ranks
+    mlp: Span  # of intermediate_size
+    vocab: Span
 
 
-def join_process_group(tensor_parallel_size: int) -> ProcessGroup:
-    """The group of this process. Raises LoadError for a size that is not supported."""
-    if tensor_parallel_size != 1:
+def share_of(config: ModelConfig, rank: int = 0, size: int = 1) -> Share:
+    """The part of `rank` of `size`. Raises LoadError, the same on every rank, if the model cannot
+    be cut into so many."""
+    heads = _even(config.num_heads, "num_attention_heads", "attention heads", rank, size)
+    kv_heads = _kv_heads(config, rank, size)
+    mlp = _even(config.intermediate_size, "intermediate_size", "columns of the MLP", rank, size)
+    return Share(
+        config=replace(
+            config,
+            num_heads=heads.length,
+            num_kv_heads=kv_heads.length,
+            intermediate_size=mlp.length,
+        ),
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp=mlp,
+        vocab=_vocab(config.vocab_size, rank, size),
+    )
+
+
+def _even(whole: int, key: str, what: str, rank: int, size: int) -> Span:
+    if whole % size:
         raise LoadError(
-            f"tensor_parallel_size: only 1 is supported so far, not {tensor_parallel_size}"
+            f"tensor_parallel_size: {whole} {what} ({key}) cannot be split over {size} ranks"
         )
-    return ProcessGroup()
+    length = whole // size
+    return Span(rank * length, (rank + 1) * length, whole)
+
+
+def _kv_heads(config: ModelConfig, rank: int, size: int) -> Span:
+    """Each rank's own, or one that it shares with others that have the query heads for it."""
+    num_heads = config.num_kv_heads
+    if num_heads % size and size % num_heads:
+        raise LoadError(
+            f"tensor_parallel_size: {num_heads} key and value heads (num_key_value_heads) can "
+            f"neither be split over {size} ranks nor be repeated on them"
+        )
+    start = rank * num_heads // size
+    return Span(start, start + max(num_heads // size, 1), num_heads)
+
+
+def _vocab(vocab_size: int, rank: int, size: int) -> Span:
+    bounds = [
+        vocab_size * index // size // VOCAB_UNIT * VOCAB_UNIT if index < size else vocab_size
+        for index in range(size + 1)
+    ]
+    if any(start == stop for start, stop in itertools.pairwise(bounds)):
+        raise LoadError(
+            f"tensor_parallel_size: a vocabulary of {vocab_size} (vocab_size) is too small for "
+            f"{size} ranks"
+        )
+    return Span(bounds[rank], bounds[rank + 1], vocab_size)

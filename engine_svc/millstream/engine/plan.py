@@ -66,6 +66,8 @@ class Plan:
     chunks: tuple[Chunk, ...] = ()
     # Slots that advance by one token, which is the one that the slot sampled last.
     decode_slots: tuple[int, ...] = ()
+    # Set by a runner of several ranks: some row needs all of its logits in one place to be sampled.
+    whole_rows: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,23 +36,25 @@ class WeightError(ValueError):
 def load_weights(
     model: DecoderModel, model_dir: Path, *, on_progress: OnProgress | None = None
 ) -> None:
-    """Copies every tensor of a checkpoint to its part of a parameter, one at a time.
+    """Copies every tensor of a checkpoint to its part of a parameter, one at a time; of tensors
+    that are spread over ranks it reads this rank's part alone.
 
     Raises:
         WeightError: a tensor is missing, left over, of the wrong shape or type; a file is broken.
     """
     files = _tensor_files(model_dir)
     parts = _match(model, {name for names in files.values() for name in names})
+    second_head = None
+    if model.tied and _LM_HEAD not in parts and any(_LM_HEAD in names for names in files.values()):
+        second_head = torch.empty_like(model.lm_head.weight)
+        parts[_LM_HEAD] = ParameterPart(second_head, rows=model.lm_head.rows)
     total_bytes = sum(path.stat().st_size for path in files)
     done_bytes = 0
-    second_head = None
     for path, names in files.items():
-        for name, tensor in _read(path, names):
+        for name, tensor, num_bytes in _read(path, names, parts):
             if name in parts:
-                _take(parts[name], name, tensor)
-            elif name == _LM_HEAD:
-                second_head = tensor
-            done_bytes += tensor.nbytes
+                parts[name].take(tensor)
+            done_bytes += num_bytes
             if on_progress is not None:
                 on_progress(done_bytes, total_bytes)
     if second_head is not None:
@@ -62,17 +65,31 @@ def load_weights(
 
 
 def init_dummy_weights(model: DecoderModel, seed: int) -> None:
-    """Random matrices, norms of one and biases of zero, the same for a seed on a kind of device."""
+    """Random matrices, norms of one and biases of zero, the same for a seed on a kind of device,
+    however many ranks they are spread over."""
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    parts: dict[Tensor, list[ParameterPart]] = {}
+    for _, part in model.checkpoint_parts():
+        parts.setdefault(part.parameter, []).append(part)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            _init_matrix(parameter, parts[parameter], generator)
     for layer in model.modules():
         if isinstance(layer, RMSNorm):
             layer.weight.data.fill_(1.0)
         elif isinstance(layer, Linear) and layer.bias is not None:
             layer.bias.data.zero_()
     model.pack()
+
+
+def _init_matrix(parameter: Tensor, parts: list[ParameterPart], generator: torch.Generator) -> None:
+    """As if the whole matrix were drawn, and this rank's parts cut out of it."""
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    whole = parameter.data if shape == parameter.shape else parameter.new_empty(shape)
+    whole.normal_(0.0, shape[1] ** -0.5, generator=generator)
+    if whole is not parameter.data:
+        for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+            part.take(rows if part.taken is None else rows[part.taken])
 
 
 def _tensor_files(model_dir: Path) -> dict[Path, list[str]]:
@@ -118,13 +135,38 @@ def _names_in(path: Path) -> list[str]:
         raise WeightError(f"cannot read {path}: {error}") from error
 
 
-def _read(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _read(
+    path: Path, names: list[str], parts: Mapping[str, ParameterPart]
+) -> Iterator[tuple[str, Tensor, int]]:
+    """(name, what its part takes of it, bytes of the whole) of tensors, checked."""
     try:
         with safe_open(path, framework="pt") as file:
             for name in names:
-                yield name, file.get_tensor(name)
+                part = parts.get(name)
+                if part is None or part.taken is None:
+                    tensor = file.get_tensor(name)
+                    shape = tensor.shape
+                else:
+                    stored = file.get_slice(name)
+                    shape = stored.get_shape()
+                    _check_shape(part, name, shape)  # before it is indexed
+                    tensor = stored[part.taken]
+                if part is not None:
+                    _check_shape(part, name, shape)
+                    if tensor.dtype not in _DTYPES:
+                        raise WeightError(
+                            f"{name} is {tensor.dtype}: quantised weights are not supported"
+                        )
+                yield name, tensor, math.prod(shape) * tensor.itemsize
     except (SafetensorError, OSError) as error:
         raise WeightError(f"cannot read {path}: {error}") from error
+
+
+def _check_shape(part: ParameterPart, name: str, shape: Sequence[int]) -> None:
+    if tuple(shape) != part.shape:
+        raise WeightError(
+            f"{name} has shape {list(shape)}, but config.json asks for {list(part.shape)}"
+        )
 
 
 def _match(model: DecoderModel, names: set[str]) -> dict[str, ParameterPart]:
@@ -151,21 +193,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _take(part: ParameterPart, name: str, tensor: Tensor) -> None:
-    if tuple(tensor.shape) != part.shape:
-        raise WeightError(
-            f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(part.shape)}"
-        )
-    if tensor.dtype not in _DTYPES:
-        raise WeightError(f"{name} is {tensor.dtype}: quantised weights are not supported")
-    part.take(tensor)
-
-
-def _settle_tie(model: DecoderModel, lm_head: Tensor) -> None:
+def _settle_tie(model: DecoderModel, head: Tensor) -> None:
     """A tied head that is in the file beside the embedding counts if it differs (transformers)."""
-    embedding = model.model.embed_tokens.weight
-    head = torch.empty_like(embedding)
-    _take(ParameterPart(head), _LM_HEAD, lm_head)
-    if not torch.equal(head, embedding):
+    if not torch.equal(head, model.model.embed_tokens.weight):
         logger.warning("tie_word_embeddings is true but %s differs: not tied", _LM_HEAD)
         model.untie(head)

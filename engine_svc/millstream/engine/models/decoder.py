@@ -3,6 +3,9 @@
 token ids -> embedding -> layers -> norm -> LM head -> logits
 layer:  x + attention(norm(x)), then x + MLP(norm(x))
 
+With several ranks (parallel.py) each computes its heads and its part of the MLP; attention and MLP
+end with the sum over the ranks.
+
 Everything but the embedding is an operation of ops.StepOps, which fuses what a device runs best
 together: a norm with the projection after it, an addition with the projection before it.
 """
@@ -16,39 +19,42 @@ from torch import Tensor, nn
 from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.layers import (
-    Embedding,
     FusedLinear,
     Layer,
     Linear,
     LMHead,
     ParameterPart,
     RMSNorm,
+    embedding,
+    row_linear,
 )
-from millstream.engine.model_config import ModelConfig
 from millstream.engine.ops import Ops, StepOps, Stream
+from millstream.engine.parallel import Group, Share
 from millstream.engine.rope import RotaryEmbedding
 
 
 class DecoderModel(nn.Module):
-    """A model of one process; its only input is the ForwardBatch, its only state the KV cache."""
+    """A rank's part of a model, all of it without a group; its only input is the ForwardBatch, its
+    only state the KV cache."""
 
     rope: RotaryEmbedding  # made after the parameters: it has contents, they come from a checkpoint
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, share: Share, ops: Ops, group: Group | None) -> None:
         super().__init__()
+        config = share.config
         self.config = config
         self.ops = ops
         self.tied = config.tie_word_embeddings  # the LM head's weight is the embedding
-        self.model = Decoder(config)
+        self.model = Decoder(share, group)
         self.lm_head = LMHead(
-            config.vocab_size,
+            share.vocab,
             config.hidden_size,
             tied_to=self.model.embed_tokens if self.tied else None,
         )
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype; fills
-        the KV cache."""
+        """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype, or of
+        this rank's part of the vocabulary; fills the KV cache."""
         ops = self.ops.begin_step(batch, kv_cache, self.rope)
         stream: Stream = self.model(batch, ops)
         if len(batch.sample_rows) < len(batch.token_ids):  # else they are all, in their order
@@ -74,10 +80,11 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, share: Share, group: Group | None) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        config = share.config
+        self.embed_tokens = embedding(share.vocab, config.hidden_size, group)
+        self.layers = nn.ModuleList(DecoderLayer(share, i, group) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: ForwardBatch, ops: StepOps) -> Stream:
@@ -89,12 +96,13 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, share: Share, index: int, group: Group | None) -> None:
         super().__init__()
+        config = share.config
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, index)
+        self.self_attn = Attention(share, index, group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(share, group)
 
     def forward(self, stream: Stream, ops: StepOps) -> Stream:
         stream = self.self_attn(stream, self.input_layernorm, ops)
@@ -103,17 +111,15 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, share: Share, index: int, group: Group | None) -> None:
         super().__init__()
+        config, bias = share.config, share.config.attention_bias
         self.index = index
-        query_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        self.qkv_proj = FusedLinear(
-            config.hidden_size,
-            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
-            bias=config.attention_bias,
-        )
-        self.o_proj = Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        query = share.heads.times(config.head_dim)
+        key_value = share.kv_heads.times(config.head_dim)
+        outputs = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
+        self.qkv_proj = FusedLinear(config.hidden_size, outputs, bias=bias)
+        self.o_proj = row_linear(query, config.hidden_size, bias=bias, group=group)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -127,13 +133,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, share: Share, group: Group | None) -> None:
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = FusedLinear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias
-        )
-        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
+        size, bias = share.config.hidden_size, share.config.mlp_bias
+        outputs = {"gate_proj": share.mlp, "up_proj": share.mlp}
+        self.gate_up_proj = FusedLinear(size, outputs, bias=bias)
+        self.down_proj = row_linear(share.mlp, size, bias=bias, group=group)
 
     def forward(self, stream: Stream, norm: RMSNorm, ops: StepOps) -> Stream:
         x = ops.norm_swiglu(stream, norm, self.gate_up_proj)
