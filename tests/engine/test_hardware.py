@@ -17,7 +17,6 @@ from millstream.engine.hardware import (
     num_kv_blocks,
     resolve,
 )
-from millstream.engine.parallel import join_process_group
 from millstream.engine.shapes import named_shape
 
 GIB = 1 << 30
@@ -74,13 +73,6 @@ def test_row_78_no_positions_beyond_the_models() -> None:
     assert resolve(EngineConfig(max_model_len=limit), CPU, MODEL).max_model_len == limit
     with pytest.raises(LoadError, match=f"max_model_len: the model has {limit} positions"):
         resolve(EngineConfig(max_model_len=limit + 1), CPU, MODEL)
-
-
-def test_tensor_parallel_is_one_so_far() -> None:
-    assert join_process_group(1).size == 1
-    for size in (0, 2):
-        with pytest.raises(LoadError, match=r"^tensor_parallel_size: only 1"):
-            join_process_group(size)
 
 
 def test_detect() -> None:

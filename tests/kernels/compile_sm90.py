@@ -30,6 +30,7 @@ from millstream.kernels import (
     qk_norm_rope_store,
     sample,
     sample_filters,
+    sample_shards,
     silu_mul,
 )
 from millstream.kernels.linear_configs import _MEASURED, Gemv
@@ -88,7 +89,7 @@ def samplers() -> Iterator[Job]:
             constants = {"BAN_WIDTH": 4 * extra, "HAS_THRESHOLDS": extra, "BLOCK": sample.BLOCK}
             yield (
                 sample._blocks_kernel,
-                (*pointers, 151_936, 3, 5, 4, 5, 151_936),
+                (*pointers, 151_936, 3, 5, 4, 5, 151_936, 0),
                 {**constants, "NATIVE": True, "num_warps": sample._NUM_WARPS},
             )
         yield (
@@ -98,6 +99,10 @@ def samplers() -> Iterator[Job]:
         )
     arguments = (I64, F32, F32, F32, I32, I64, 3, 151_936, 75)
     yield sample._reduce_kernel, arguments, {"WIDTH": 128, "num_warps": 1}
+    arguments = (I64, F32, F32, F32, I32, F32, 3, 256, 38)
+    yield sample_shards._shard_kernel, arguments, {"WIDTH": 64, "num_warps": 1}
+    arguments = (I64, F32, F32, I64, 3, 256, 2, 151_936)
+    yield sample_shards._merge_kernel, arguments, {"WIDTH": 2, "num_warps": 1}
 
 
 def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:

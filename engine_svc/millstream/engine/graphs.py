@@ -8,7 +8,6 @@ changes. Graphs are recorded largest first into one memory pool, which the other
 from __future__ import annotations
 
 import bisect
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,13 +61,12 @@ class DecodeGraphs:
         self._slots = torch.full((sizes[-1],), padding_slot, device=device)
         self._layout: BatchLayout | None = None  # whose slots are in the buffer
 
-    def record(self, budget_s: float) -> None:
+    def record(self, is_time_left: Callable[[], bool]) -> None:
         """Records the largest graph and that of a single sequence, then others while there is time;
         the rest are recorded when they are first needed."""
-        deadline = time.monotonic() + budget_s
         first = (self._sizes[-1], self._sizes[0])
         for size in (*first, *reversed(self._sizes[1:-1])):
-            if size in first or time.monotonic() < deadline:
+            if size in first or is_time_left():
                 self._graph(size, False)
 
     def __call__(self, layout: BatchLayout) -> torch.Tensor:

@@ -93,6 +93,14 @@ class SlotOps(Protocol):
             filtered: some of the rows may have top-k, top-p or min-p.
         """
 
+    def best_of_shard(
+        self, logits: Tensor, positions: Tensor, slots: Tensor, table: SlotSampling, first_id: int
+    ) -> Tensor:
+        """As shard_sampling.best_of_shard, with positions and slots as in `sample`."""
+
+    def best_of_shards(self, shards: Tensor, slots: Tensor, table: SlotSampling) -> Tensor:
+        """As shard_sampling.best_of_shards, with slots as in `sample`."""
+
     def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
         """Records that `slots` [n] computed a token each and sampled token_ids [n]; the padding
         slot stays as it is."""

@@ -102,7 +102,7 @@ def share_of(config: ModelConfig, rank: int = 0, size: int = 1) -> Share:
         heads=heads,
         kv_heads=kv_heads,
         mlp=mlp,
-        vocab=_vocab(config.vocab_size, rank, size),
+        vocab=vocab_spans(config.vocab_size, size)[rank],
     )
 
 
@@ -127,14 +127,16 @@ def _kv_heads(config: ModelConfig, rank: int, size: int) -> Span:
     return Span(start, start + max(num_heads // size, 1), num_heads)
 
 
-def _vocab(vocab_size: int, rank: int, size: int) -> Span:
+def vocab_spans(vocab_size: int, size: int) -> list[Span]:
+    """Every rank's part of a vocabulary. Raises LoadError if one would have none."""
     bounds = [
         vocab_size * index // size // VOCAB_UNIT * VOCAB_UNIT if index < size else vocab_size
         for index in range(size + 1)
     ]
-    if any(start == stop for start, stop in itertools.pairwise(bounds)):
+    spans = [Span(start, stop, vocab_size) for start, stop in itertools.pairwise(bounds)]
+    if not all(span.length for span in spans):
         raise LoadError(
             f"tensor_parallel_size: a vocabulary of {vocab_size} (vocab_size) is too small for "
             f"{size} ranks"
         )
-    return Span(bounds[rank], bounds[rank + 1], vocab_size)
+    return spans

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,11 +28,12 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.graphs import CudaGraphRecorder, DecodeGraphs
 from millstream.engine.hardware import LoadError, detect, resolve
 from millstream.engine.layout import BatchLayout
-from millstream.engine.parallel import join_process_group
+from millstream.engine.parallel import Group
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.results import CpuResults, GpuResults
 from millstream.engine.rope_config import RopeType
 from millstream.engine.sampling import sample
+from millstream.engine.shard_sampling import ShardSampler
 from millstream.engine.slots import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -52,16 +54,18 @@ class ModelRunner:
         config: EngineConfig,
         model_dir: Path | None,
         on_progress: startup.OnProgress | None = None,
+        group: Group | None = None,
     ) -> None:
         """Loads the model; raises LoadError (or another ValueError or OSError) with a clear line.
 
-        With load_format dummy no folder is needed when config.model names a shape.
+        With load_format dummy no folder is needed when config.model names a shape. group: the ranks
+        that hold a part each (ranks.py); it is joined once the weights are loaded.
         """
-        join_process_group(config.tensor_parallel_size)
-        self._model_config = startup.model_config(config, model_dir)
+        self._group = group
+        whole = startup.model_config(config, model_dir)
+        self._model_config = startup.rank_config(whole, group)
         self._resolved = resolved = resolve(config, detect(config.device), self._model_config)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        startup.set_threads(config, resolved, group)
         # All work of a runner is on one stream, which is not the default one: graphs need that.
         self._stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if resolved.on_gpu:
@@ -74,9 +78,13 @@ class ModelRunner:
         with torch.inference_mode(), self._stream:
             started = time.monotonic()
             self._model = startup.load_model(
-                config, resolved, self._model_config, self._ops, model_dir, on_progress
+                config, resolved, whole, self._ops, model_dir, on_progress, group
             )
             loaded = time.monotonic()
+            self._shards: ShardSampler | None = None
+            if group is not None:
+                group.join()
+                self._shards = ShardSampler(group, whole.vocab_size)
             num_blocks = self._set_up(config)
         logger.info(
             "weights in %.1f s, warm-up, KV cache and CUDA graphs in %.1f s: %s on %s (%s), "
@@ -91,7 +99,7 @@ class ModelRunner:
             self._kv_cache.data.nbytes / (1 << 30),
         )
         self.info = RunnerInfo(
-            vocab_size=self._model_config.vocab_size,
+            vocab_size=whole.vocab_size,
             eos_token_ids=self._model_config.eos_token_ids,
             max_model_len=startup.served_len(config, resolved, num_blocks),
             max_num_seqs=resolved.max_num_seqs,
@@ -129,24 +137,52 @@ class ModelRunner:
         Returns the sampled token ids [R] int64, on the device.
         """
         slots = self._slots
-        ops = None if slots.has_bans(layout) else self._ops.on_slots
-        if self._graphs is not None and ops is not None and not layout.host.plan.chunks:
+        if self._graphs is not None and self._in_graph(layout):
             return self._graphs(layout)
         batch = slots.batch(layout)
         logits = self._model(batch, self._kv_cache)
         positions = batch.positions[layout.sample_rows] + 1
-        if ops is not None:
-            token_ids = ops.sample(
-                logits,
-                positions,
-                layout.sample_slots,
-                slots.sampling,
-                filtered=layout.host.has_filters,
-            )
+        if self._shards is None:
+            token_ids = self._sample(layout, logits, positions)
         else:
-            token_ids = sample(logits.float(), positions, slots.sampling_rows(layout))
+            token_ids = self._sample_shards(self._shards, layout, logits, positions)
         slots.advance(batch, layout.sample_slots, token_ids)
         return token_ids
+
+    def _in_graph(self, layout: BatchLayout) -> bool:
+        plan = layout.host.plan
+        return not (plan.chunks or plan.whole_rows or self._slots.has_bans(layout))
+
+    def _sample(
+        self, layout: BatchLayout, logits: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Token ids [R] of logits [R, vocab_size]."""
+        slots = self._slots
+        ops = None if slots.has_bans(layout) else self._ops.on_slots
+        if ops is None:
+            return sample(logits.float(), positions, slots.sampling_rows(layout))
+        return ops.sample(
+            logits,
+            positions,
+            layout.sample_slots,
+            slots.sampling,
+            filtered=layout.host.has_filters,
+        )
+
+    def _sample_shards(
+        self,
+        shards: ShardSampler,
+        layout: BatchLayout,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Token ids [R] of this rank's logits."""
+        slots, ops = self._slots, self._ops.on_slots
+        if layout.host.plan.whole_rows:
+            return shards.sample_whole(logits, lambda whole: self._sample(layout, whole, positions))
+        if ops is None:
+            return shards.sample(logits.float(), positions, slots.sampling_rows(layout))
+        return shards.sample_slots(logits, positions, layout.sample_slots, slots.sampling, ops)
 
     def _decode(self, slots: torch.Tensor, filtered: bool) -> torch.Tensor:
         """The step that a CUDA graph records: `slots` [n] decode, sampled with filters or not."""
@@ -154,8 +190,11 @@ class ModelRunner:
         assert ops is not None, "resolve chose graphs for ops that can"
         batch = table.decode_batch(slots, ops)
         logits = self._model(batch, self._kv_cache)
-        # A context's length is the position of the token after it.
-        token_ids = ops.sample(logits, batch.context_lens, slots, table.sampling, filtered=filtered)
+        positions = batch.context_lens  # a context's length is the position of the token after it
+        if self._shards is None:
+            token_ids = ops.sample(logits, positions, slots, table.sampling, filtered=filtered)
+        else:
+            token_ids = self._shards.sample_slots(logits, positions, slots, table.sampling, ops)
         ops.advance(slots, token_ids, table.state)
         return token_ids
 
@@ -176,11 +215,13 @@ class ModelRunner:
         reserved_bytes = self._warm_up()
         if resolved.cuda_graphs:
             reserved_bytes += self._measure_graphs()
-        num_blocks = startup.cache_blocks(config, resolved, self._model_config, reserved_bytes)
+        num_blocks = startup.cache_blocks(
+            config, resolved, self._model_config, reserved_bytes, self._group
+        )
         self._allocate_kv_cache(num_blocks)
         if resolved.cuda_graphs:
             self._graphs = self._make_graphs()
-            self._graphs.record(_RECORDING_S)
+            self._graphs.record(startup.time_limit(_RECORDING_S, self._group))
         return num_blocks
 
     def _allocate_kv_cache(self, num_blocks: int) -> None:
@@ -208,7 +249,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
         graphs = self._make_graphs()
-        graphs.record(0)
+        graphs.record(lambda: False)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what they use stays
         taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
@@ -216,18 +257,21 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return max(taken_bytes, 0) + len(self._resolved.batch_sizes) * _GRAPH_BYTES
 
+    def _warm_up_plan(self, num_tokens: int) -> Plan:
+        plan = startup.warm_up_plan(self._resolved, num_tokens)
+        return plan if self._group is None else replace(plan, whole_rows=True)
+
     def _warm_up(self) -> int:
         """Runs one step, on a GPU as large as any; returns the bytes that it took at its peak."""
         resolved = self._resolved
         try:
             if not resolved.on_gpu:
                 num_tokens = min(_CPU_WARM_UP_TOKENS, resolved.max_num_batched_tokens)
-                self._step(self._slots.apply(startup.warm_up_plan(resolved, num_tokens)))
+                self._step(self._slots.apply(self._warm_up_plan(num_tokens)))
                 return 0
             torch.cuda.reset_peak_memory_stats(resolved.device)
             before_bytes = torch.cuda.memory_allocated(resolved.device)
-            plan = startup.warm_up_plan(resolved, resolved.max_num_batched_tokens)
-            self._step(self._slots.apply(plan))
+            self._step(self._slots.apply(self._warm_up_plan(resolved.max_num_batched_tokens)))
             torch.cuda.synchronize(resolved.device)
             return torch.cuda.max_memory_allocated(resolved.device) - before_bytes
         except torch.OutOfMemoryError as error:
@@ -245,4 +289,8 @@ class ModelRunner:
 
 def create(config: EngineConfig, model_dir: Path | None) -> ModelRunner:
     """The runner that `--runner model` names."""
+    if config.tensor_parallel_size != 1:
+        raise LoadError(
+            f"tensor_parallel_size: only 1 is supported so far, not {config.tensor_parallel_size}"
+        )
     return ModelRunner(config, model_dir)

@@ -152,43 +152,70 @@ def _top_p_of_largest(
     return largest.gather(1, last[:, None])[:, 0], reached[:, -1] >= top_p
 
 
+def race_shard(
+    scaled: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of the tokens from id first_id on, a multiple of 4, without filters: its column, and
+    its score. scaled: [N, V], the largest of a row 0."""
+    lowest = torch.full((len(scaled),), -_NOISE_RANGE, device=scaled.device)
+    columns = _race(scaled, lowest, seeds, positions, first_id)
+    noise = exponential_noise(seeds, positions, columns + first_id)
+    return columns, scaled.gather(1, columns[:, None])[:, 0] - noise.log()
+
+
 def _race(
-    scaled: torch.Tensor, lowest: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    scaled: torch.Tensor,
+    lowest: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int = 0,
 ) -> torch.Tensor:
-    """The token with the best score among those not below `lowest` [N]; at least one is not."""
+    """The column with the best score among those not below `lowest` [N]; at least one is not."""
     if scaled.device.type != "cpu":
         running = scaled >= lowest[:, None]
-        return _dense_race(scaled, running, seeds, positions)
+        return _dense_race(scaled, running, seeds, positions, first_id)
     some = [slice(i, i + _CPU_ROWS) for i in range(0, len(scaled), _CPU_ROWS)]
-    return torch.cat([_cpu_race(scaled[i], lowest[i], seeds[i], positions[i]) for i in some])
+    return torch.cat(
+        [_cpu_race(scaled[i], lowest[i], seeds[i], positions[i], first_id) for i in some]
+    )
 
 
 def _dense_race(
-    scaled: torch.Tensor, running: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    scaled: torch.Tensor,
+    running: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int,
 ) -> torch.Tensor:
-    noise = exponential_noise_rows(seeds, positions, scaled.shape[1])
+    noise = exponential_noise_rows(seeds, positions, scaled.shape[1], first_id)
     return (scaled - noise.log()).masked_fill(~running, -torch.inf).argmax(dim=1)
 
 
 def _cpu_race(
-    scaled: torch.Tensor, lowest: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    scaled: torch.Tensor,
+    lowest: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int,
 ) -> torch.Tensor:
     """When few tokens are left, draws noise for these alone; a GPU would wait for their number."""
     running = scaled >= lowest[:, None]
     if _SPARSE * int(running.count_nonzero()) > running.numel():
-        return _dense_race(scaled, running, seeds, positions)
-    row, token_id = running.nonzero(as_tuple=True)
-    noise = exponential_noise(seeds[row], positions[row], token_id)
+        return _dense_race(scaled, running, seeds, positions, first_id)
+    row, column = running.nonzero(as_tuple=True)
+    noise = exponential_noise(seeds[row], positions[row], column + first_id)
     scores = torch.full_like(scaled, -torch.inf)
-    scores[row, token_id] = scaled[row, token_id] - noise.log()
+    scores[row, column] = scaled[row, column] - noise.log()
     return scores.argmax(dim=1)
 
 
 def exponential_noise_rows(
-    seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int
+    seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0
 ) -> torch.Tensor:
-    """Exp(1) noise of every token id: [N], [N] -> [N, vocab_size] float32."""
-    blocks = torch.arange((vocab_size + 3) // 4, device=seeds.device)
+    """Exp(1) noise of vocab_size token ids from first_id on, a multiple of 4: [N], [N] ->
+    [N, vocab_size] float32."""
+    first = first_id // 4
+    blocks = torch.arange(first, first + (vocab_size + 3) // 4, device=seeds.device)
     words = philox(seeds[:, None], blocks[None, :], positions[:, None])
     return _to_exponential(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
 

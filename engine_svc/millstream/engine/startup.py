@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from millstream.engine.hardware import (
 from millstream.engine.model_config import ModelConfig, load_model_config
 from millstream.engine.models import DecoderModel, build_model
 from millstream.engine.ops import Ops
+from millstream.engine.parallel import Group, share_of
 from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Sampling
 from millstream.engine.shapes import SHAPE_NAMES, named_shape
@@ -63,6 +65,30 @@ def make_ops(resolved: ResolvedConfig, model_config: ModelConfig) -> Ops:
     )
 
 
+def rank_config(model_config: ModelConfig, group: Group | None) -> ModelConfig:
+    """The config of this rank's part of the model. Raises LoadError if it has no such part."""
+    return model_config if group is None else share_of(model_config, group.rank, group.size).config
+
+
+def set_threads(config: EngineConfig, resolved: ResolvedConfig, group: Group | None) -> None:
+    """CPU threads for the arithmetic; ranks share the cores."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif group is not None and not resolved.on_gpu:
+        torch.set_num_threads(max(torch.get_num_threads() // group.size, 1))
+
+
+def time_limit(seconds: float, group: Group | None) -> Callable[[], bool]:
+    """Whether so many seconds have not passed yet, for no rank."""
+    deadline = time.monotonic() + seconds
+
+    def is_left() -> bool:
+        left = time.monotonic() < deadline
+        return left if group is None else bool(group.smallest(left))
+
+    return is_left
+
+
 def load_model(
     config: EngineConfig,
     resolved: ResolvedConfig,
@@ -70,7 +96,9 @@ def load_model(
     ops: Ops,
     model_dir: Path | None,
     on_progress: OnProgress | None,
+    group: Group | None,
 ) -> DecoderModel:
+    """This rank's part of the model of `model_config`."""
     try:
         model = build_model(
             model_config,
@@ -78,6 +106,7 @@ def load_model(
             device=resolved.device,
             max_model_len=resolved.max_model_len,
             ops=ops,
+            group=group,
         )
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed)
@@ -123,8 +152,13 @@ def warm_up_plan(resolved: ResolvedConfig, num_tokens: int) -> Plan:
 
 
 def cache_blocks(
-    config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig, reserved_bytes: int
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    model: ModelConfig,
+    reserved_bytes: int,
+    group: Group | None,
 ) -> int:
+    """How many blocks each rank has room for."""
     if config.kv_cache_bytes is not None:
         kv_bytes = config.kv_cache_bytes
     elif resolved.on_gpu:
@@ -134,7 +168,9 @@ def cache_blocks(
             reserved_bytes=reserved_bytes,
         )
     else:
-        kv_bytes = cpu_kv_bytes()
+        kv_bytes = cpu_kv_bytes() // (1 if group is None else group.size)
+    if group is not None:
+        kv_bytes = group.smallest(kv_bytes)
     block_bytes = bytes_per_block(model, resolved.block_size, resolved.dtype)
     return num_kv_blocks(resolved, kv_bytes=kv_bytes, block_bytes=block_bytes)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.layers import Linear, RMSNorm
+from millstream.engine.layers import Linear, RMSNorm, RowParallelLinear
 from millstream.engine.model_config import ModelConfig
 from millstream.engine.ops import SlotSampling, SlotState, Stream
 from millstream.engine.rope import RotaryEmbedding
@@ -28,6 +28,7 @@ from millstream.kernels.paged_prefill import paged_prefill
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 from millstream.kernels.sample import sample as gumbel_max
 from millstream.kernels.sample_filters import thresholds
+from millstream.kernels.sample_shards import best_of_shard, best_of_shards
 from millstream.kernels.silu_mul import silu_mul
 
 
@@ -57,6 +58,7 @@ class TritonOps:
         """batch_sizes: ascending; a batch is served by the next larger one."""
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
+        self._vocab_size = config.vocab_size
         self._batch_sizes = batch_sizes
         self._block_size, self._max_model_len = block_size, max_model_len
         self._dtype, self._device = dtype, device
@@ -94,6 +96,16 @@ class TritonOps:
         return gumbel_max(
             logits, slots, positions, table.temperatures, table.seeds, thresholds=least
         )
+
+    def best_of_shard(
+        self, logits: Tensor, positions: Tensor, slots: Tensor, table: SlotSampling, first_id: int
+    ) -> Tensor:
+        return best_of_shard(
+            logits, slots, positions, table.temperatures, table.seeds, first_id=first_id
+        )
+
+    def best_of_shards(self, shards: Tensor, slots: Tensor, table: SlotSampling) -> Tensor:
+        return best_of_shards(shards, slots, table.temperatures, vocab_size=self._vocab_size)
 
     def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
         advance_slots(slots, token_ids, state.computed, state.last_tokens)
@@ -148,6 +160,9 @@ class TritonStepOps:
         config = _kernel_for(x, layer)
         if config is None:
             return Stream(residual, layer(x))
+        if isinstance(layer, RowParallelLinear):  # the residual is added once, to the sum
+            part = linear(x, layer.weight, config, self._ops.workspace)
+            return Stream(residual, layer.reduce(part))
         return Stream(linear(x, layer.weight, config, self._ops.workspace, residual=residual))
 
     def _normed(self, stream: Stream, norm: RMSNorm, layer: Linear, *, swiglu: bool) -> Tensor:

@@ -88,8 +88,11 @@ def _init_matrix(parameter: Tensor, parts: list[ParameterPart], generator: torch
     whole = parameter.data if shape == parameter.shape else parameter.new_empty(shape)
     whole.normal_(0.0, shape[1] ** -0.5, generator=generator)
     if whole is not parameter.data:
-        for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        row = 0
+        for part in parts:
+            rows = whole[row : row + part.shape[0]]
             part.take(rows if part.taken is None else rows[part.taken])
+            row += part.shape[0]
 
 
 def _tensor_files(model_dir: Path) -> dict[Path, list[str]]:

@@ -48,16 +48,16 @@ def _log(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 def _exponential_noise(
     seed: tl.tensor,
     position: tl.tensor,
-    block: tl.tensor,
+    first_id: tl.tensor,
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Exp(1) noise [BLOCK] of token ids block * BLOCK and up: -log1p(-u), u = (word + 0.5) / 2^32.
+    """Exp(1) noise [BLOCK] of token ids first_id and up: -log1p(-u), u = (word + 0.5) / 2^32.
 
     For small u by five terms of its series (the rest is 2^-22 of it at most): log(1 - u) would lose
     there what makes the smallest E, those that win, differ.
     """
-    counter = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    counter = first_id // 4 + tl.arange(0, BLOCK // 4)
     word_0, word_1, word_2, word_3 = tl.randint4x(
         seed, (position.to(tl.int64) << 32) | counter.to(tl.int64)
     )
@@ -88,6 +88,7 @@ def _blocks_kernel(
     banned_stride: tl.tensor,
     min_positions_stride: tl.tensor,
     vocab_size: tl.tensor,
+    first_id: tl.tensor,
     BAN_WIDTH: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,21 +99,21 @@ def _blocks_kernel(
     launch_dependents(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    token_id = block * BLOCK + tl.arange(0, BLOCK)
+    column = block * BLOCK + tl.arange(0, BLOCK)
     wait(PDL)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row)
     temperature = tl.load(temperatures_ptr + slot * temperatures_stride)
     logits = tl.load(
-        logits_ptr + row * logits_stride + token_id,
-        mask=token_id < vocab_size,
+        logits_ptr + row * logits_stride + column,
+        mask=column < vocab_size,
         other=float("-inf"),
     ).to(tl.float32)
     if BAN_WIDTH > 0:  # noqa: SIM102 (a condition of the compiler's, then one of the program's)
         if position < tl.load(min_positions_ptr + slot * min_positions_stride):
             for i in range(BAN_WIDTH):
                 banned = tl.load(banned_ptr + slot * banned_stride + i)
-                logits = tl.where(token_id == banned, float("-inf"), logits)
+                logits = tl.where(first_id + column == banned, float("-inf"), logits)
     if HAS_THRESHOLDS:
         logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
 
@@ -121,14 +122,18 @@ def _blocks_kernel(
     # Greedy rows draw no noise, nor does a block that thresholds have emptied.
     if (temperature > 0) & (largest > float("-inf")):
         noise = _exponential_noise(
-            tl.load(seeds_ptr + slot * seeds_stride), position, block, BLOCK, NATIVE
+            tl.load(seeds_ptr + slot * seeds_stride),
+            position,
+            first_id + block * BLOCK,
+            BLOCK,
+            NATIVE,
         )
         scores = (logits - largest) * (1 / temperature) - _log(noise, NATIVE)
     best_score, best = tl.max(scores, axis=0, return_indices=True)
     out = row * tl.num_programs(0) + block
     tl.store(best_logit_ptr + out, largest)
     tl.store(best_score_ptr + out, best_score)
-    tl.store(best_id_ptr + out, block * BLOCK + best)
+    tl.store(best_id_ptr + out, first_id + block * BLOCK + best)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -212,6 +217,7 @@ def sample(
         0 if ban is None else ban.token_ids.stride(0),
         0 if ban is None else ban.min_positions.stride(0),
         vocab_size,
+        0,
         BAN_WIDTH=0 if ban is None else ban.token_ids.shape[1],
         HAS_THRESHOLDS=thresholds is not None,
         BLOCK=BLOCK,

@@ -1,0 +1,64 @@
+"""What ranks do together: Groups of parallel.py, over gloo between CPUs and over NVLink on GPUs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+
+# torch's stubs know half of it. Its process groups are used without torch.distributed's default
+# group, of which there is one a process: two models can live in one.
+_c10d: Any = _distributed_c10d
+
+# A rank that is lost ends the others at once (ranks.py); this is for one that hangs.
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class GlooGroup:
+    """A Group of CPU processes, or threads, of one machine."""
+
+    def __init__(self, rank: int, size: int, meet: Callable[[], Any]) -> None:
+        """meet: waits until the others are about to join, and returns torch's Store of all."""
+        self.rank = rank
+        self.size = size
+        self._meet = meet
+
+    def join(self) -> None:
+        self._group = gloo(self._meet(), self.rank, self.size)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty(self.size, *x.shape)
+        self._group.allgather([list(gathered)], [x]).wait()
+        return gathered
+
+    def from_first(self, x: Tensor) -> Tensor:
+        self._group.broadcast([x], _c10d.BroadcastOptions()).wait()
+        return x
+
+    def smallest(self, value: int) -> int:
+        return smallest(self._group, value)
+
+
+def gloo(store: Any, rank: int, size: int) -> Any:
+    """A process group of one machine's CPUs, which talk over the loopback interface on ports that
+    the system chooses."""
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = TIMEOUT
+    return _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", store), rank, size, options)
+
+
+def smallest(group: Any, value: int) -> int:
+    options = _c10d.AllreduceOptions()
+    options.reduceOp = _c10d.ReduceOp.MIN
+    found = torch.tensor([value])
+    group.allreduce([found], options).wait()
+    return int(found)
