@@ -88,7 +88,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         try:
             while True:
                 if not live:
-                    await arrived.wait()
+                    if not reading.done():
+                        await arrived.wait()
+                    if reading.done() and not inbox:  # half-closed: no more submissions
+                        return
                 message = engine_pb2.GenerateResponse()
                 while inbox:
                     self._obey(inbox.pop(0), live, message)
@@ -214,8 +217,11 @@ class _Live:
 
 
 async def _read(requests: Any, inbox: list[Any], arrived: asyncio.Event) -> None:
-    async for request in requests:
-        inbox.append(request)
+    try:
+        async for request in requests:
+            inbox.append(request)
+            arrived.set()
+    finally:
         arrived.set()
 
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from tests.fake_services import EOS, FakeServices
@@ -115,12 +114,6 @@ def test_sampling_flags_arrive(targets: list[str], threaded_services: FakeServic
         (["demo", "--threads", "1000000"], 2, "--threads"),
         (["serve", "--model", "./no-such-folder"], 1, "no-such-folder"),
         (["demo", "--model", "./no-such-folder"], 1, "no-such-folder"),
-        (["bench", "--num-requests", "0"], 2, "--num-requests"),
-        (["bench", "--input-len", "9", "3"], 2, "--input-len"),
-        (["bench", "--in-process", "--model", "./no-such-folder"], 1, "no-such-folder"),
-        (["bench", "--in-process", "--runner", "instant", "--json", "/no/file"], 1, "/no/file"),
-        (["bench", "--in-process", "--runner", "nonsense"], 1, "runner: "),
-        (["bench", "--in-process", "--load-format", "dummy", "--model", "./no"], 1, "./no"),
         (["import-gguf", "no-such.gguf", "out"], 1, "no-such.gguf"),
     ],
 )
@@ -267,25 +260,6 @@ def test_ctrl_d_ends_chat(targets: list[str]) -> None:
         terminal.read_until("> ")
         terminal.type(b"\x04")
         assert terminal.process.wait(10) == 0
-
-
-@pytest.mark.parametrize("where", [[], ["--in-process"]])
-def test_bench_writes_its_figures(
-    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = ["--runner", "instant"]
-    if where:
-        engine = ["--load-format", "dummy", "--model", "smollm2-135m", "--threads", "1"]
-    small = ["--num-requests", "3", "--input-len", "4", "8", "--output-len", "2", "4"]
-    file = tmp_path / "figures.json"
-    assert run(["bench", *where, *engine, *small, "--json", str(file)]) == 0
-    assert capsys.readouterr().out.count("output tokens/s") == 2
-    figures = json.loads(file.read_text())
-    assert figures["mode"] == ("in-process" if where else "grpc")
-    for result in figures["runs"]:
-        assert result["requests"] == 3
-        assert 6 <= result["output_tokens"] <= 12
-        assert set(result["ttft_ms"]) == set(result["itl_ms"]) == {"p50", "p90", "p99"}
 
 
 def _millstream(*argv: str) -> subprocess.Popen[str]:

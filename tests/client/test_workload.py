@@ -1,12 +1,14 @@
-"""The benchmark's workload and what is made of its measurements."""
+"""The benchmark's workload and when its requests come."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
+
 import pytest
 
-from millstream.client.bench import latencies, percentiles_ms, step_latencies
-from millstream.client.workload import Workload
-from millstream.v1 import engine_pb2
+from millstream.client.workload import Workload, poisson_arrivals
 
 
 def test_the_flagship_workload_is_the_documented_one() -> None:
@@ -26,27 +28,20 @@ def test_runs_share_no_prefix() -> None:
     assert shifted.params == requests.params
 
 
-def test_latencies_of_arrivals() -> None:
-    step = engine_pb2.StepOutput
-    arrivals = [
-        (11.0, step(handles=[1, 2], token_ids=[5, 5])),
-        (11.5, step(handles=[1], token_ids=[5])),
-        (12.5, step(handles=[1, 2], token_ids=[5] * 5, counts=[2, 3])),
-    ]
-    ttft_s, itl_s = latencies(10.0, arrivals)
-    assert ttft_s == [1.0, 1.0]
-    assert itl_s == [0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+def test_parts() -> None:
+    requests = Workload(num_requests=4, input_len=(1, 1)).draw()
+    part = requests.part(1, 3)
+    assert (part.prompts, part.params) == (requests.prompts[1:3], requests.params[1:3])
+    assert part.texts is None
 
 
-def test_latencies_of_steps() -> None:
-    steps = [(1.0, 2, 0), (1.5, 3, 1), (2.5, 2, 2)]  # when, tokens, ended
-    ttft_s, itl_s = step_latencies(0.0, steps)
-    assert ttft_s == [1.0, 1.0, 1.5]
-    assert itl_s == [0.5, 0.5, 1.0, 1.0]
-
-
-def test_percentiles() -> None:
-    assert percentiles_ms([]) == {}
-    assert percentiles_ms([0.001 * i for i in range(101)]) == pytest.approx(
-        {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-    )
+def test_poisson_arrivals() -> None:
+    due_s = poisson_arrivals(4.0, 4000, seed=1)
+    assert due_s == poisson_arrivals(4.0, 4000, seed=1) != poisson_arrivals(4.0, 4000, seed=2)
+    assert (len(due_s), due_s[0], due_s == sorted(due_s)) == (4000, 0.0, True)
+    gaps = [after - before for before, after in itertools.pairwise(due_s)]
+    # An exponential distribution's mean and standard deviation are the same.
+    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.06)
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.06)
+    assert poisson_arrivals(math.inf, 3, seed=0) == [0.0, 0.0, 0.0]
+    assert poisson_arrivals(2.0, 1, seed=0) == [0.0]

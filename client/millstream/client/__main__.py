@@ -33,7 +33,12 @@ _COMMANDS = {
     "import-gguf": _Command(
         models.IMPORT_GGUF_HELP, models.add_import_gguf_arguments, models.run_import_gguf
     ),
-    "bench": _Command(bench.HELP, bench.add_arguments, bench.run),
+    "bench": _Command(bench.HELP, bench.add_throughput_arguments, bench.run_throughput),
+    "bench throughput": _Command(
+        bench.THROUGHPUT_HELP, bench.add_throughput_arguments, bench.run_throughput
+    ),
+    "bench latency": _Command(bench.LATENCY_HELP, bench.add_latency_arguments, bench.run_latency),
+    "bench serve": _Command(bench.SERVE_HELP, bench.add_serve_arguments, bench.run_serve),
 }
 
 
@@ -44,16 +49,18 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """The exit code; argparse exits by itself."""
-    name = argv[0] if argv and argv[0] in _COMMANDS else None
+    names = (" ".join(argv[:words]) for words in (2, 1) if len(argv) >= words)
+    name = next((name for name in names if name in _COMMANDS), None)
     if name is None:
         _overview().parse_args(argv)
         return 2  # not reached: without a command the parser exits
     command = _COMMANDS[name]
+    arguments = argv[len(name.split()) :]
     prog = f"millstream {name}"
     try:
         parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
         command.add_arguments(parser)
-        return command.run(parser.parse_args(argv[1:]))
+        return command.run(parser.parse_args(arguments))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has gone
@@ -75,7 +82,8 @@ def _overview() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=millstream_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
-        commands.add_parser(name, help=command.help)
+        if " " not in name:
+            commands.add_parser(name, help=command.help)
     return parser
 
 

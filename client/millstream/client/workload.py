@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from dataclasses import dataclass, replace
 
@@ -39,12 +41,23 @@ class Workload:
         return Requests(prompts=prompts, params=params)
 
 
+def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> list[float]:
+    """When requests of a Poisson process come, in seconds from its start; the first one at 0.
+    An infinite rate: all at once."""
+    rng = random.Random(seed)
+    gaps = (rng.expovariate(rate_per_s) for _ in range(count - 1))
+    return (
+        [0.0] * count if math.isinf(rate_per_s) else list(itertools.accumulate(gaps, initial=0.0))
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
     """Prompts and their parameters, in parallel."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
+    texts: list[str] | None = None  # the prompts as text
 
     @property
     def prompt_tokens(self) -> int:
@@ -53,6 +66,12 @@ class Requests:
     @property
     def output_tokens(self) -> int:
         return sum(params.max_tokens or 0 for params in self.params)
+
+    def part(self, start: int, stop: int) -> Requests:
+        texts = None if self.texts is None else self.texts[start:stop]
+        return Requests(
+            prompts=self.prompts[start:stop], params=self.params[start:stop], texts=texts
+        )
 
     def shifted(self, by: int, vocab_size: int) -> Requests:
         """Every id moved by a constant, so that the prefix cache cannot answer a second run."""

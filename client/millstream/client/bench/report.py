@@ -1,0 +1,74 @@
+"""What a benchmark says: a line a run, and a JSON document of everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from millstream.client.bench.metrics import Goals
+from millstream.client.bench.runs import Run
+from millstream.client.bench.targets import Target
+from millstream.client.workload import Workload
+from millstream.rpc.version import millstream_version
+
+_SHOWN = ("ttft", "itl", "tpot", "e2e")
+
+
+def line(run: Run) -> str:
+    figures = run.figures
+    failed = f", {figures['failed']} failed" if figures["failed"] else ""
+    goodput = ""
+    if "goodput" in figures:
+        good = figures["goodput"]
+        goodput = f", goodput {good['requests_per_s']:.2f} requests/s ({good['share']:.0%})"
+    latencies = "".join(
+        f", {name.upper()} " + "/".join(f"{value:.2f}" for value in values.values())
+        for name in _SHOWN
+        if (values := figures[f"{name}_ms"])
+    )
+    return (
+        f"{run.name}: {figures['output_tokens_per_s']:,.0f} output tokens/s "
+        f"({figures['requests']} requests, {figures['prompt_tokens']:,} + "
+        f"{figures['output_tokens']:,} tokens in {figures['elapsed_s']:.2f} s"
+        f"{failed}){goodput}{latencies}" + (" ms (p50/p90/p99)" if latencies else "")
+    )
+
+
+def failures(runs: Sequence[Run]) -> str | None:
+    """What to say of requests that failed; None if none did."""
+    errors = [error for run in runs for error in run.errors]
+    if not errors:
+        return None
+    total = sum(run.figures["requests"] for run in runs)
+    return f"{len(errors)} of {total} requests failed, the first one with: {errors[0]}"
+
+
+def document(
+    bench: str,
+    target: Target,
+    workload: Workload,
+    runs: Sequence[Run],
+    *,
+    in_process: bool,
+    engine: Mapping[str, Any],
+    goals: Goals | None,
+) -> dict[str, Any]:
+    """Every setting and figure; plain JSON values."""
+    return {
+        "bench": bench,
+        "mode": "in-process" if in_process else "grpc",
+        **dataclasses.asdict(target),
+        "workload": dataclasses.asdict(workload),
+        "goals_ms": None if goals is None else dataclasses.asdict(goals),
+        "engine_info": dict(engine),
+        "client": {
+            "millstream": millstream_version(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "runs": [{"name": run.name, **run.figures, "errors": list(run.errors)} for run in runs],
+    }

@@ -1,0 +1,169 @@
+"""How requests reach an engine and how their tokens are timed: on the client's one stream, on a
+stream each, or as text through the tokenizer service. All belong to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import grpc
+
+from millstream.client.aio import AsyncClient
+from millstream.client.bench.progress import Progress
+from millstream.client.bench.traces import Arrival, Trace, traces_of
+from millstream.client.naming import from_service
+from millstream.client.workload import Requests
+from millstream.rpc.errors import MillstreamError, from_rpc_error
+from millstream.rpc.sampling_params import to_proto
+from millstream.v1 import engine_pb2, engine_pb2_grpc
+
+
+class Sender(Protocol):
+    """Sends requests, named by ids that are not used twice, and tells what came of them."""
+
+    async def prepare(self, requests: Requests) -> Requests:
+        """What `send` needs besides prompts; before the clock starts."""
+
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
+        """Sends all of them at once and returns when they have ended; `sent_s`, by
+        time.perf_counter(): when they were due. A request's own failure is its trace's error."""
+
+    def take_traces(self) -> dict[str, Trace]:
+        """By id, of all requests sent since the last call."""
+
+
+class OneStream:
+    """All requests on one Generate stream, by AsyncClient.generate with token ids."""
+
+    def __init__(self, progress: Progress) -> None:
+        """`client` is to be set before `send`, and to have `observe` as its observer."""
+        self.client: AsyncClient | None = None
+        self._progress = progress
+        self._arrivals: list[Arrival] = []
+        self._sent: dict[str, float] = {}
+        self._errors: dict[str, str] = {}
+
+    def observe(self, message: engine_pb2.GenerateResponse) -> None:
+        self._arrivals.append((time.perf_counter(), message))
+        self._progress.done(len(message.finished))
+
+    async def prepare(self, requests: Requests) -> Requests:
+        return requests
+
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
+        assert self.client is not None
+        self._sent.update(dict.fromkeys(ids, sent_s))
+        outputs = await self.client.generate(
+            requests.prompts,
+            requests.params,
+            request_id=ids,
+            detokenize=False,
+            return_exceptions=True,
+            use_tqdm=False,
+        )
+        for request_id, output in zip(ids, outputs, strict=True):
+            if isinstance(output, Exception):
+                self._errors[request_id] = str(output)
+
+    def take_traces(self) -> dict[str, Trace]:
+        traces = traces_of(self._arrivals, self._sent)
+        for request_id, error in self._errors.items():
+            traces[request_id].error = error
+        self._arrivals, self._sent, self._errors = [], {}, {}
+        return traces
+
+
+class StreamPerRequest:
+    """A Generate stream for each request, as clients behind a balancing proxy do, over a few
+    channels. A full queue is a failure here: nothing is sent again."""
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel], progress: Progress) -> None:
+        self._progress = progress
+        stubs: list[Any] = [engine_pb2_grpc.EngineStub(channel) for channel in channels]
+        self._stubs = itertools.cycle(stubs)
+        self._traces: dict[str, Trace] = {}
+
+    async def prepare(self, requests: Requests) -> Requests:
+        return requests
+
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
+        await asyncio.gather(
+            *(
+                self._send_one(prompt, params, request_id, sent_s)
+                for prompt, params, request_id in zip(
+                    requests.prompts, requests.params, ids, strict=True
+                )
+            )
+        )
+
+    def take_traces(self) -> dict[str, Trace]:
+        traces, self._traces = self._traces, {}
+        return traces
+
+    async def _send_one(self, prompt: Any, params: Any, request_id: str, sent_s: float) -> None:
+        submission = engine_pb2.Submission(
+            handle=1, token_ids=prompt, sampling=to_proto(params), request_id=request_id
+        )
+        arrivals: list[Arrival] = []
+        error: str | None = None
+        call = next(self._stubs).Generate()
+        try:
+            await call.write(engine_pb2.GenerateRequest(submit=[submission]))
+            await call.done_writing()
+            while (message := await call.read()) is not grpc.aio.EOF:
+                arrivals.append((time.perf_counter(), message))
+                for rejected in message.rejected:
+                    error = from_service(rejected.status).message
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure).message
+        finally:
+            call.cancel()
+        trace = traces_of(arrivals, {request_id: sent_s})[request_id]
+        trace.error = trace.error or error
+        self._traces[request_id] = trace
+        self._progress.done()
+
+
+class TextStreams:
+    """Text in and out: each request is encoded, generated and detokenized, by AsyncClient.stream.
+    Tokens count when they are here with their text."""
+
+    def __init__(self, client: AsyncClient, progress: Progress) -> None:
+        self._progress = progress
+        self._client = client
+        self._traces: dict[str, Trace] = {}
+
+    async def prepare(self, requests: Requests) -> Requests:
+        return replace(requests, texts=await self._client.decode(requests.prompts))
+
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
+        assert requests.texts is not None
+        await asyncio.gather(
+            *(
+                self._send_one(text, params, request_id, sent_s)
+                for text, params, request_id in zip(
+                    requests.texts, requests.params, ids, strict=True
+                )
+            )
+        )
+
+    def take_traces(self) -> dict[str, Trace]:
+        traces, self._traces = self._traces, {}
+        return traces
+
+    async def _send_one(self, text: str, params: Any, request_id: str, sent_s: float) -> None:
+        trace = self._traces[request_id] = Trace(sent_s=sent_s)
+        try:
+            async for delta in self._client.stream(text, params, request_id=request_id):
+                if delta.token_ids:
+                    trace.pieces.append((time.perf_counter(), len(delta.token_ids)))
+                if delta.usage is not None:
+                    trace.prompt_tokens = delta.usage.prompt_tokens
+                    trace.cached_tokens = delta.usage.cached_tokens
+        except MillstreamError as error:
+            trace.error = str(error)
+        self._progress.done()

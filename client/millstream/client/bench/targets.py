@@ -1,0 +1,76 @@
+"""The engine that a benchmark measures: one that it starts, or one that runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc
+
+from millstream.client.aio import AsyncClient
+from millstream.client.bench.progress import Progress
+from millstream.client.bench.senders import OneStream, Sender, StreamPerRequest, TextStreams
+from millstream.client.engine_stream import Observer
+from millstream.client.launch import alaunch
+from millstream.rpc.options import channel_options
+from millstream.v1 import engine_pb2
+
+# Or channels to one target would share a connection.
+_OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """`engine`, `tokenizer`: gRPC targets of services that run; None: started, with `model` and
+    `options`, the tokenizer only for text."""
+
+    engine: str | None
+    tokenizer: str | None
+    model: str | None
+    options: Mapping[str, Any]
+    streams: Literal["one", "per-request"] = "one"
+    channels: int = 1  # for streams of their own
+    text: bool = False
+
+
+@contextlib.asynccontextmanager
+async def open_sender(
+    target: Target, progress: Progress
+) -> AsyncIterator[tuple[Sender, engine_pb2.EngineInfo]]:
+    """Connects, starting what is to be started. Raises LaunchError, EngineUnavailable."""
+    one_stream = OneStream(progress)
+    async with _client(target, one_stream.observe) as client:
+        info = (await client.info()).engine
+        assert info is not None
+        if target.text:
+            yield TextStreams(client, progress), info
+        elif target.streams == "per-request":
+            async with _channels(str(client.engine_target), target.channels) as channels:
+                yield StreamPerRequest(channels, progress), info
+        else:
+            one_stream.client = client
+            yield one_stream, info
+
+
+@contextlib.asynccontextmanager
+async def _client(target: Target, observer: Observer) -> AsyncIterator[AsyncClient]:
+    if target.engine is None:
+        launched = alaunch(target.model, tokenizer=target.text, observer=observer, **target.options)
+        async with launched as client:
+            yield client
+    else:
+        tokenizer = target.tokenizer if target.text else None
+        async with AsyncClient(target.engine, tokenizer, observer=observer) as client:
+            yield client
+
+
+@contextlib.asynccontextmanager
+async def _channels(target: str, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
+    options = [*channel_options(target), _OWN_CONNECTION]
+    async with contextlib.AsyncExitStack() as opened:
+        yield [
+            await opened.enter_async_context(grpc.aio.insecure_channel(target, options=options))
+            for _ in range(count)
+        ]

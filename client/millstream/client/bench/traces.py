@@ -1,0 +1,74 @@
+"""What a client saw of its requests: made from a stream's messages and when they came."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from millstream.client.naming import from_service
+from millstream.v1 import engine_pb2
+
+Arrival = tuple[float, engine_pb2.GenerateResponse]  # when, and the message
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """One request; times in seconds of one clock."""
+
+    sent_s: float
+    pieces: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    error: str | None = None  # why there is no answer
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(count for _, count in self.pieces)
+
+    @property
+    def ttft_s(self) -> float:
+        """Only of a trace with pieces, as the next two."""
+        return self.pieces[0][0] - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.pieces[-1][0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between its tokens; 0 with a single piece."""
+        gaps = self.output_tokens - 1
+        return (self.pieces[-1][0] - self.pieces[0][0]) / gaps if gaps else 0.0
+
+    def itl_s(self) -> list[float]:
+        """The time before each token but those of the first piece."""
+        return [
+            (when - before) / count
+            for (before, _), (when, count) in itertools.pairwise(self.pieces)
+            for _ in range(count)
+        ]
+
+
+def traces_of(arrivals: Iterable[Arrival], sent_s: Mapping[str, float]) -> dict[str, Trace]:
+    """By request id, the traces of one Generate stream's messages. `sent_s`: when each was sent;
+    other requests of the stream are left out. A request that was refused and sent again is one."""
+    traces = {request_id: Trace(sent_s=when) for request_id, when in sent_s.items()}
+    live: dict[int, Trace] = {}  # by handle
+    for when, message in arrivals:
+        for accepted in message.accepted:
+            if accepted.request_id in traces:
+                live[accepted.handle] = traces[accepted.request_id]
+        output = message.output
+        counts = output.counts or itertools.repeat(1, len(output.handles))
+        for handle, count in zip(output.handles, counts, strict=True):
+            if handle in live:
+                live[handle].pieces.append((when, count))
+        for finished in message.finished:
+            trace = live.pop(finished.handle, None)
+            if trace is not None:
+                trace.prompt_tokens = finished.usage.prompt_tokens
+                trace.cached_tokens = finished.usage.cached_tokens
+                if finished.HasField("status"):
+                    trace.error = from_service(finished.status).message
+    return traces
