@@ -14,6 +14,7 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.load import find_model
 from millstream.engine.service import EngineService, Model
 from millstream.engine.servicer import DIALECT
+from millstream.engine.vllm_dialect import find_dialect
 from millstream.rpc.flags import add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
 from millstream.rpc.parsing import HelpFormatter, Parser
@@ -34,10 +35,11 @@ def main() -> None:
 
 
 async def _serve(config: EngineConfig, server: ServerConfig) -> int:
+    vllm_dialect = find_dialect()
     service = EngineService(
         config,
         lambda: _find_model(config),
-        dialects=(DIALECT,),
+        dialects=(DIALECT,) if vllm_dialect is None else (DIALECT, vllm_dialect),
         max_message_bytes=server.max_message_bytes,
     )
     return await run_service(service, server)

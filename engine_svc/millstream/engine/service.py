@@ -78,6 +78,7 @@ class EngineService:
         self._watchers = BlockWatchers()
         self._core = Supervisor(config, on_step=self._on_step, on_blocks=self._watchers.on_record)
         self._core.failed.add_done_callback(self._on_failed)
+        self._model: Model | None = None
         self._info: RunnerInfo | None = None
         self._admission: Admission | None = None
         self._clients = Clients()
@@ -100,7 +101,7 @@ class EngineService:
             dialect.register(self, server)
 
     async def load(self) -> None:
-        model = await in_daemon_thread(self._find_model, name="find-model")
+        model = self._model = await in_daemon_thread(self._find_model, name="find-model")
         try:
             defaults = sampling_defaults(self._config.generation_config, model.path)
         except ModelConfigError as error:
@@ -174,6 +175,18 @@ class EngineService:
             )
 
     # ---- for the servicers
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no requests are taken, if that is so."""
+        return self._unavailable
+
+    @property
+    def model(self) -> Model:
+        """What is served. Raises EngineUnavailable while it is not known."""
+        if self._model is None:
+            raise EngineUnavailable(self._unavailable or "")
+        return self._model
 
     @property
     def info(self) -> RunnerInfo | None:

@@ -1,0 +1,66 @@
+"""The detokenizers that look for stop strings: this protocol leaves that to the engine's side.
+
+The tokenizer is loaded when the first request needs it, on a thread; nothing else here does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millstream.engine.vllm_dialect.submission import StopStrings
+from millstream.rpc.errors import Unsupported
+from millstream.tokenizer.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from millstream.tokenizer.decoding import Decoding
+
+logger = logging.getLogger(__name__)
+
+# Of the prompt, so that the first token joins it as in the whole text.
+CONTEXT_TOKENS = 8
+
+
+class StopDetokenizers:
+    """Makes them, once the tokenizer is loaded. All of it runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._loading: asyncio.Future[Decoding] | None = None
+
+    async def load(self, model_dir: Path | None) -> None:
+        """Waits for the tokenizer. Raises Unsupported if the model has none that can be used."""
+        if model_dir is None:
+            raise _unsupported("the model has no tokenizer")
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(asyncio.to_thread(_load, model_dir))
+        try:
+            await asyncio.shield(self._loading)
+        except (OSError, ValueError) as error:
+            logger.warning("no stop strings: %s", error)
+            raise _unsupported("the model's folder has no tokenizer.json that can be used") from (
+                error
+            )
+
+    def new(self, stops: StopStrings, *, context: Sequence[int]) -> Detokenizer:
+        """One for an output that follows `context`; `load` came before."""
+        assert self._loading is not None
+        decoder = self._loading.result().text_decoder(skip_special_tokens=stops.skip_special_tokens)
+        return Detokenizer(
+            decoder,
+            context=context[-CONTEXT_TOKENS:],
+            stops=stops.strings,
+            min_tokens=stops.min_tokens,
+        )
+
+
+def _load(model_dir: Path) -> Decoding:
+    from millstream.tokenizer.decoding import Decoding  # and with it `tokenizers`
+
+    return Decoding.load(model_dir)
+
+
+def _unsupported(why: str) -> Unsupported:
+    return Unsupported(f"sampling_params.stop: {why}", field="sampling_params.stop")
