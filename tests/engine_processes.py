@@ -100,6 +100,23 @@ async def connect(
         yield engine_pb2_grpc.EngineStub(channel)
 
 
+def listening_port(pid: int) -> int:
+    """From /proc: the port on which a process listens."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        inodes = set()
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(str(fd.readlink()))
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    return int(fields[1].split(":")[1], 16)
+        time.sleep(0.02)
+    raise AssertionError("not listening")
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     with contextlib.suppress(OSError):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -23,6 +21,7 @@ from tests.engine_processes import (
     connect,
     engine,
     gone,
+    listening_port,
     submission,
 )
 from tests.fake_runners import DIE_ID, HANG_ID, RAISE_ID, SLEEP_ID, tokens_after
@@ -152,7 +151,7 @@ async def test_row_25_not_serving_while_loading() -> None:
     server = EngineProcess(runner="tests.fake_runners:slow_load")
     try:
         server.core_pid()
-        port = await asyncio.to_thread(_listening_port, server.process.pid)
+        port = await asyncio.to_thread(listening_port, server.process.pid)
         watch = HealthWatch(f"127.0.0.1:{port}")
         assert await watch.next() == NOT_SERVING
         assert await watch.check("millstream.v1.Engine") == NOT_SERVING
@@ -164,23 +163,6 @@ async def test_row_25_not_serving_while_loading() -> None:
         await watch.close()
     finally:
         server.stop()
-
-
-def _listening_port(pid: int) -> int:
-    """From /proc: the port on which a process listens."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        inodes = set()
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(str(fd.readlink()))
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    return int(fields[1].split(":")[1], 16)
-        time.sleep(0.02)
-    raise AssertionError("not listening")
 
 
 async def test_row_81_a_drain_lets_requests_finish() -> None:

@@ -79,6 +79,7 @@ class EngineService:
         self._core = Supervisor(config, on_step=self._on_step, on_blocks=self._watchers.on_record)
         self._core.failed.add_done_callback(self._on_failed)
         self._model: Model | None = None
+        self._defaults = engine_pb2.SamplingParams()
         self._info: RunnerInfo | None = None
         self._admission: Admission | None = None
         self._clients = Clients()
@@ -103,7 +104,9 @@ class EngineService:
     async def load(self) -> None:
         model = self._model = await in_daemon_thread(self._find_model, name="find-model")
         try:
-            defaults = sampling_defaults(self._config.generation_config, model.path)
+            defaults = self._defaults = sampling_defaults(
+                self._config.generation_config, model.path
+            )
         except ModelConfigError as error:
             raise StartError(str(error)) from None
         self._info = await self._core.start(model.path)
@@ -192,6 +195,11 @@ class EngineService:
     def info(self) -> RunnerInfo | None:
         """What the core told once it was loaded; None before."""
         return self._info
+
+    @property
+    def sampling_defaults(self) -> engine_pb2.SamplingParams:
+        """What the model's folder sets for parameters that a request does not."""
+        return self._defaults
 
     @property
     def engine_info(self) -> engine_pb2.EngineInfo:

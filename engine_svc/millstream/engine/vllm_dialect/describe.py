@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from millstream.engine.plan import RunnerInfo
@@ -20,9 +21,12 @@ SERVER_TYPE = "millstream"
 MIN_RATE_WINDOW_S = 0.5
 
 
-def model_info(info: RunnerInfo, *, name: str, model_dir: Path | None) -> vllm.GetModelInfoResponse:
+def model_info(
+    info: RunnerInfo, *, name: str, model_dir: Path | None, defaults: engine_pb2.SamplingParams
+) -> vllm.GetModelInfoResponse:
     """The model. A gateway on this machine reads the tokenizer at its path; any other one asks
-    GetTokenizer."""
+    GetTokenizer. It fills the defaults in where a user sets nothing."""
+    sampling = MessageToDict(defaults, preserving_proto_field_name=True)
     config = _read_config(model_dir)
     path = "" if model_dir is None else str(model_dir)
     return vllm.GetModelInfoResponse(
@@ -38,6 +42,7 @@ def model_info(info: RunnerInfo, *, name: str, model_dir: Path | None) -> vllm.G
         pad_token_id=_token_id(config.get("pad_token_id")),
         bos_token_id=_token_id(config.get("bos_token_id")),
         max_req_input_len=info.max_model_len - 1,
+        default_sampling_params_json=json.dumps(sampling) if sampling else "",
     )
 
 

@@ -20,6 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
+from millstream.engine.clients import api_key
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.service import Dialect, EngineService
 from millstream.engine.streams import Stream
@@ -52,7 +53,7 @@ class _Running:
 
 
 class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """Everything runs on the event loop. The methods that are not here answer UNIMPLEMENTED."""
+    """Everything runs on the event loop."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -68,7 +69,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         self._last_request = time.time()
         async with _answering(context):
-            with self._service.open_stream() as stream, self._named(request, stream) as running:
+            key = api_key(context.invocation_metadata())
+            with self._service.open_stream(key) as stream, self._named(request, stream) as running:
                 await self._generate(request, running, context)
 
     @contextmanager
@@ -135,7 +137,10 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     ) -> vllm.GetModelInfoResponse:
         async with _answering(context):
             info, model = self._loaded(), self._service.model
-            return await asyncio.to_thread(model_info, info, name=model.name, model_dir=model.path)
+            defaults = self._service.sampling_defaults
+            return await asyncio.to_thread(
+                model_info, info, name=model.name, model_dir=model.path, defaults=defaults
+            )
 
     async def GetServerInfo(
         self, request: vllm.GetServerInfoRequest, context: Context
@@ -180,6 +185,20 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                     for batch in batches.live(await watcher.next()):
                         await context.write(batch)
 
+    # ---- what there is not
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> None:
+        await _refuse("Embed: text generation only", context)
+
+    async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> None:
+        await _refuse("FlushCache: the prefix cache gives way by itself", context)
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> None:
+        await _refuse("StartProfile: no profiler", context)
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> None:
+        await _refuse("StopProfile: no profiler", context)
+
     def _loaded(self) -> RunnerInfo:
         """What the core told once it was loaded. Raises EngineUnavailable before."""
         if self._service.info is None:
@@ -199,6 +218,10 @@ async def _answering(context: Context) -> AsyncIterator[None]:
     except Exception as error:
         logger.exception("a call failed")
         await abort(context, error)
+
+
+async def _refuse(why: str, context: Context) -> None:
+    await abort(context, Unsupported(why))
 
 
 def _register(service: EngineService, server: grpc.aio.Server) -> None:

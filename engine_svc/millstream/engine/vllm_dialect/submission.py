@@ -1,8 +1,9 @@
 """A vLLM GenerateRequest as a millstream.v1 submission, and errors about one as about the other.
 
 Every field is either translated, or has nothing to say about token ids, or is refused by its name.
-A plain proto number that is unset is 0, which is then the documented default, as vLLM reads it.
-Values are checked where all are: by validation.py.
+A plain proto number that is unset is 0: off for top_k and the like; for top_p and
+repetition_penalty, of which 0 is no value, it is unset. Values are checked where all are, by
+validation.py.
 """
 
 from __future__ import annotations
