@@ -7,16 +7,21 @@ by the prompt's last id. `scripted` obeys some prompt ids, so that one engine se
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from millstream.engine.config import EngineConfig
+from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.instant_runner import made_up_result, note_logprobs
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
+from millstream.engine.request import GrammarSpec
 
 VOCAB_SIZE = 1000
 EOS_TOKEN_ID = VOCAB_SIZE - 1
@@ -110,6 +115,33 @@ def scripted(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return FakeRunner(config, obey)
+
+
+class GrammarRunner(FakeRunner):
+    """Prepares grammars, and then follows none. Their texts say what comes of it: `fail TEXT`, or
+    `wait SECONDS` before it is well."""
+
+    def __init__(self, config: EngineConfig, before_result: Callable[[Plan], None]) -> None:
+        super().__init__(config, before_result)
+        self.info = dataclasses.replace(self.info, structured_output=True)
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[object]:
+        what, _, value = spec.text.partition(" ")
+        outcome: Future[object] = Future()
+        if what == "fail":
+            outcome.set_exception(GrammarError(value))
+        elif what == "vocabulary":
+            outcome.set_exception(VocabularyError(value))
+        elif what == "wait":
+            threading.Timer(float(value), outcome.set_result, [None]).start()
+        else:
+            outcome.set_result(None)
+        return outcome
+
+
+def grammars(config: EngineConfig, model_dir: Path | None) -> GrammarRunner:
+    """Paced."""
+    return GrammarRunner(config, lambda plan: time.sleep(PACE_S))
 
 
 def slow_load(config: EngineConfig, model_dir: Path | None) -> FakeRunner:

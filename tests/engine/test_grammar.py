@@ -27,13 +27,9 @@ from tests.tiny_tokenizers import (
 
 from millstream.engine import grammar_checker
 from millstream.engine.compiled_grammars import CompiledGrammars
-from millstream.engine.grammar import (
-    GrammarError,
-    GrammarState,
-    compile_grammar,
-    load_vocabulary,
-)
+from millstream.engine.grammar import GrammarState, compile_grammar, load_vocabulary
 from millstream.engine.grammar_checker import GrammarChecker
+from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.request import GrammarKind, GrammarSpec
 
 VOCAB_SIZE = BYTE_VOCAB_SIZE + 60  # a model's rows: padded past its tokenizer, not to a whole word
@@ -284,9 +280,9 @@ def test_large_ones(vocabulary: Any, size: int) -> None:
 
 def test_a_tokenizer_file_that_is_none(tmp_path: Path, tokenizer_file: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(GrammarError):
+    with pytest.raises(VocabularyError, match=r"tokenizer.json"):
         load_vocabulary(tmp_path / "tokenizer.json", VOCAB_SIZE, EOS)
-    with pytest.raises(GrammarError, match="too small"):
+    with pytest.raises(VocabularyError, match="too small"):
         load_vocabulary(tokenizer_file, 100, (1,))
 
 

@@ -278,11 +278,6 @@ def test_samples_need_consecutive_handles() -> None:
         ("bad_words", [engine_pb2.TokenSequence(token_ids=[1])]),
         ("logprobs", 0),
         ("prompt_logprobs", 0),
-        ("json_schema", "{}"),
-        ("json_object", True),
-        ("regex", "a"),
-        ("choice", engine_pb2.StringList(values=["a"])),
-        ("grammar", "root"),
     ],
 )
 def test_what_the_engine_does_not_do_is_never_ignored(name: str, value: Any) -> None:

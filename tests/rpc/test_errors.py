@@ -33,6 +33,7 @@ def test_reasons_are_unique_and_the_table_is_grpc_mds() -> None:
         "DEADLINE_EXCEEDED": "DEADLINE_EXCEEDED",
         "CANCELLED": "CANCELLED",
         "NO_CHAT_TEMPLATE": "FAILED_PRECONDITION",
+        "NO_TOKENIZER": "FAILED_PRECONDITION",
         "FINGERPRINT_MISMATCH": "FAILED_PRECONDITION",
         "UNSUPPORTED": "UNIMPLEMENTED",
         "INTERNAL": "INTERNAL",

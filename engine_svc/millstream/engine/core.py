@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from millstream.engine.plan import Runner
 from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
-from millstream.engine.request import FinishReason, Request
+from millstream.engine.request import FinishReason, GrammarSpec, Request
 from millstream.engine.scheduler import Scheduler
 
 
@@ -32,6 +33,10 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._finished: list[FinishedRecord] = []  # between steps; told with the next one
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[object]:
+        """As Runner.prepare_grammar: to be done before a request with this grammar is submitted."""
+        return self._runner.prepare_grammar(spec)
 
     def submit(self, request: Request) -> None:
         """Takes a request. Exactly one FinishedRecord will come of it."""

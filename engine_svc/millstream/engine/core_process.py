@@ -20,11 +20,13 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import assert_never
 
 from millstream.engine.channel import CoreChannel
 from millstream.engine.core import EngineCore
+from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.load import load_core
 from millstream.engine.records import (
     AskStats,
@@ -32,8 +34,10 @@ from millstream.engine.records import (
     CachedBlocks,
     Fault,
     Finish,
+    GrammarPrepared,
     Loaded,
     LoadFailed,
+    PrepareGrammar,
     Start,
     StatsRecord,
     Submit,
@@ -50,7 +54,9 @@ _PR_SET_PDEATHSIG = 1
 # What a wrong flag or a bad model folder raises, with a message for the person who started us.
 _CLEAR_ERRORS = (ValueError, OSError, NotImplementedError)
 
-Commands = queue.SimpleQueue[ToCore]
+# Answers that other threads have are put here too, for the main thread to send.
+Command = ToCore | GrammarPrepared
+Commands = queue.SimpleQueue[Command]
 
 
 def main() -> None:
@@ -121,9 +127,9 @@ def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
     while True:
         asked: list[int] = []
         if not core.has_work:
-            _obey(core, commands.get(), asked, channel)
+            _obey(core, commands.get(), asked, channel, commands)
         while not commands.empty():
-            _obey(core, commands.get(), asked, channel)
+            _obey(core, commands.get(), asked, channel, commands)
         if core.has_work:
             channel.send(core.step())
         _tell_block_events(core, channel)
@@ -132,7 +138,9 @@ def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
             channel.send(StatsRecord(token, core.stats()))
 
 
-def _obey(core: EngineCore, command: ToCore, asked: list[int], channel: CoreChannel) -> None:
+def _obey(
+    core: EngineCore, command: Command, asked: list[int], channel: CoreChannel, commands: Commands
+) -> None:
     match command:
         case Submit(requests):
             for request in requests:
@@ -146,10 +154,26 @@ def _obey(core: EngineCore, command: ToCore, asked: list[int], channel: CoreChan
             channel.send(CachedBlocks(token, core.watch_blocks()))
         case UnwatchBlocks():
             core.unwatch_blocks()
+        case PrepareGrammar(token, spec):
+            outcome = core.prepare_grammar(spec)
+            outcome.add_done_callback(lambda outcome: commands.put(_prepared(token, outcome)))
+        case GrammarPrepared():
+            channel.send(command)
         case Start():
             raise ValueError("a core starts once")
         case _:
             assert_never(command)
+
+
+def _prepared(token: int, outcome: Future[object]) -> GrammarPrepared:
+    error = outcome.exception()
+    if error is None:
+        return GrammarPrepared(token)
+    if not isinstance(error, GrammarError):
+        logger.error("compiling a grammar failed", exc_info=error)
+        return GrammarPrepared(token, "compiling it failed; the service's log has it")
+    has_vocabulary = not isinstance(error, VocabularyError)
+    return GrammarPrepared(token, str(error), has_vocabulary)
 
 
 def _tell_block_events(core: EngineCore, channel: CoreChannel) -> None:

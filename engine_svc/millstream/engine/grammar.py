@@ -20,6 +20,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.request import GrammarKind, GrammarSpec
 
 MaskRow = npt.NDArray[np.int32]  # [ceil(V/32)]: bit j of word i is the token id 32*i + j
@@ -30,22 +31,18 @@ _NOTHING_MATCHES = "NoExtension"  # how the library says that there is no way on
 _MAX_MESSAGE_CHARS, _MAX_LINE = 400, 120
 
 
-class GrammarError(ValueError):
-    """The grammar cannot be followed; the message is the library's, in one line."""
-
-
 def load_vocabulary(
     tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> LLTokenizer:
     """The vocabulary of a tokenizer.json as the library wants it. Ids from the tokenizer's size up
     to `vocab_size` stand for no text: no grammar ever allows them.
 
-    Takes 0.2 s for 50,000 tokens, holding the GIL. Raises GrammarError if the file is not usable.
+    Takes 0.2 s for 50,000 tokens, holding the GIL. Raises VocabularyError.
     """
     try:
         return LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=list(eos_token_ids))
     except ValueError as error:
-        raise GrammarError(_one_line(str(error))) from error
+        raise VocabularyError(f"tokenizer.json: {_one_line(str(error))}") from error
 
 
 class CompiledGrammar:

@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millstream.engine.grammar import GrammarError, compile_grammar, load_vocabulary
+from millstream.engine.grammar import compile_grammar, load_vocabulary
+from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.request import GrammarKind, GrammarSpec
 
 CPU_LIMIT_S = 2  # of processor time, so that a busy machine refuses no more than an idle one
@@ -86,7 +87,7 @@ class GrammarChecker:
         self._lines = _Lines(ours)
         if problem := self._ask(self._vocabulary, _START_TIMEOUT_S):
             self.close()
-            raise GrammarError(problem)
+            raise VocabularyError(problem)
         return self._lines
 
     def _ask(self, question: dict[str, Any], timeout_s: float) -> str:

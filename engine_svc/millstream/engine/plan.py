@@ -15,10 +15,11 @@ cached blocks of a sequence that starts may be filled by an earlier chunk of the
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from millstream.engine.request import Sampling
+from millstream.engine.request import GrammarSpec, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class RunnerInfo:
     max_in_flight: int = 1  # plans launched and not yet collected; 2 is one step ahead
     # False: the KV of equal prefixes may differ between prompts (dynamic RoPE), so no prefix cache.
     prefix_sharing: bool = True
+    structured_output: bool = False  # whether it can follow grammars
 
 
 class Runner(Protocol):
@@ -124,6 +126,10 @@ class Runner(Protocol):
 
     def collect(self) -> StepResult:
         """Waits for the oldest launched step."""
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[object]:
+        """Compiles a grammar beside the loop, before a request that follows it is launched; the
+        future may have a GrammarError. Only if info.structured_output."""
 
     def close(self) -> None:
         """Frees what the runner holds."""

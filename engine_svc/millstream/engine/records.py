@@ -11,7 +11,7 @@ import msgspec
 from millstream.engine.config import EngineConfig
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.prefix import BlockEvent, BlockName
-from millstream.engine.request import Request
+from millstream.engine.request import GrammarSpec, Request
 
 
 def make_key(stream: int, handle: int) -> int:
@@ -69,7 +69,14 @@ class UnwatchBlocks(_Record, frozen=True):
     """No more BlockEvents, please."""
 
 
-ToCore = Start | Submit | Finish | AskStats | WatchBlocks | UnwatchBlocks
+class PrepareGrammar(_Record, frozen=True):
+    """The core answers with a GrammarPrepared; then requests may follow the grammar."""
+
+    token: int
+    spec: GrammarSpec
+
+
+ToCore = Start | Submit | Finish | AskStats | WatchBlocks | UnwatchBlocks | PrepareGrammar
 
 # ---- core -> front end
 
@@ -157,10 +164,27 @@ class BlockEvents(_Record, frozen=True):
     events: list[BlockEvent]
 
 
+class GrammarPrepared(_Record, frozen=True):
+    """A grammar is compiled, or why it is not: then `has_vocabulary` is False if no grammar can."""
+
+    token: int
+    problem: str = ""
+    has_vocabulary: bool = True
+
+
 class Fault(_Record, frozen=True):
     """The core cannot go on; it exits after this."""
 
     message: str
 
 
-FromCore = Loaded | LoadFailed | StepRecord | StatsRecord | CachedBlocks | BlockEvents | Fault
+FromCore = (
+    Loaded
+    | LoadFailed
+    | StepRecord
+    | StatsRecord
+    | CachedBlocks
+    | BlockEvents
+    | GrammarPrepared
+    | Fault
+)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from millstream.engine.checks import check_vocabulary, invalid, unsupported
+from millstream.engine.grammar_validation import resolve_grammar, set_grammar
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Sampling
 from millstream.rpc.errors import InvalidArgument, NeverFits
@@ -58,7 +59,7 @@ def resolve_sampling(
     params: engine_pb2.SamplingParams, *, prompt_tokens: int, info: RunnerInfo, random_seed: int
 ) -> Sampling:
     """The parameters with every default filled in; `random_seed` (64 bits) serves if they have
-    none. Raises InvalidArgument, Unsupported or NeverFits (larger than the KV pool)."""
+    none. Raises InvalidArgument, Unsupported, NoTokenizer or NeverFits (more than the KV pool)."""
     numbers = check_scalars(params)
     lists = _check_lists(params, info)
     _refuse_unsupported(params)
@@ -86,12 +87,13 @@ def resolve_sampling(
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         n=params.n if params.HasField("n") else 1,
+        grammar=resolve_grammar(params, info),
     )
 
 
 def resolved_sampling(sampling: Sampling) -> engine_pb2.SamplingParams:
     """Resolved parameters as the wire tells them; they resolve to themselves."""
-    return engine_pb2.SamplingParams(
+    params = engine_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -111,6 +113,8 @@ def resolved_sampling(sampling: Sampling) -> engine_pb2.SamplingParams:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
     )
+    set_grammar(params, sampling.grammar)
+    return params
 
 
 def check_scalars(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
@@ -223,9 +227,6 @@ def _check_something_is_left(
 
 def _refuse_unsupported(params: engine_pb2.SamplingParams) -> None:
     """Raises for every field that the engine would otherwise ignore; bad values come first."""
-    structured = params.WhichOneof("structured_output")
-    if structured == "json_object" and not params.json_object:
-        structured = None
     refused: dict[str, tuple[bool, str]] = {
         "stop": (bool(params.stop), _TEXT + " and cancel on a match"),
         "include_stop": (params.include_stop, _TEXT),
@@ -233,7 +234,6 @@ def _refuse_unsupported(params: engine_pb2.SamplingParams) -> None:
             params.HasField("skip_special_tokens") and not params.skip_special_tokens,
             _TEXT,
         ),
-        structured or "structured_output": (structured is not None, "not yet"),
     }
     for name, (is_set, why) in refused.items():
         if is_set:

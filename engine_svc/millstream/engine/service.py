@@ -25,8 +25,10 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.config_values import ModelConfigError
 from millstream.engine.generation_config import sampling_defaults
 from millstream.engine.plan import RunnerInfo
+from millstream.engine.preparations import HeldSubmission, Preparations
 from millstream.engine.records import StepRecord, handle_of, make_key
 from millstream.engine.request import FinishReason, Request
+from millstream.engine.stats_log import log_stats
 from millstream.engine.step_parts import parts_of
 from millstream.engine.streams import Stream
 from millstream.engine.supervisor import Supervisor
@@ -38,7 +40,6 @@ from millstream.v1 import engine_pb2
 
 logger = logging.getLogger(__name__)
 
-STATS_LOG_INTERVAL_S = 10.0
 SHUTDOWN_GRACE_S = 1.0  # after a drain's time limit, for the last messages to leave
 
 
@@ -80,6 +81,9 @@ class EngineService:
         self._core.failed.add_done_callback(self._on_failed)
         self._model: Model | None = None
         self._defaults = engine_pb2.SamplingParams()
+        self._preparations = Preparations(
+            self._core.prepare_grammar, on_ready=self._accept_held, on_refused=self._refuse_held
+        )
         self._info: RunnerInfo | None = None
         self._admission: Admission | None = None
         self._clients = Clients()
@@ -119,7 +123,9 @@ class EngineService:
             max_message_bytes=self._max_message_bytes,
         )
         self._unavailable = None
-        self._stats_log = asyncio.create_task(self._log_stats())
+        self._stats_log = asyncio.create_task(
+            log_stats(self._core, lambda: self._tokens_seen, lambda: len(self._streams))
+        )
 
     async def failed(self) -> str:
         return await asyncio.shield(self._core.failed)
@@ -153,29 +159,6 @@ class EngineService:
                 return False
             await asyncio.sleep(0.01)
         return True
-
-    async def _log_stats(self) -> None:
-        """A line each STATS_LOG_INTERVAL_S while there is work."""
-        tokens_logged = 0
-        while True:
-            await asyncio.sleep(STATS_LOG_INTERVAL_S)
-            tokens = self._tokens_seen - tokens_logged
-            tokens_logged += tokens
-            if not tokens and not self._core.num_live:
-                continue
-            try:
-                stats = await self._core.stats()
-            except EngineUnavailable:
-                return
-            logger.info(
-                "running %d, waiting %d, KV blocks %d/%d, %.0f tokens/s, streams %d",
-                stats.num_requests_running,
-                stats.num_requests_waiting,
-                stats.kv_blocks_used,
-                stats.kv_blocks_total,
-                tokens / STATS_LOG_INTERVAL_S,
-                len(self._streams),
-            )
 
     # ---- for the servicers
 
@@ -260,22 +243,55 @@ class EngineService:
             try:
                 samples = self._admit(stream, submission, len(requests))
             except Exception as error:
-                if not isinstance(error, MillstreamError):
-                    logger.exception("validating a submission failed")
-                status = to_status(error)
-                stream.reject(engine_pb2.Rejected(handle=submission.handle, status=status))
-                logger.debug("stream %d: refused: %s", stream.number, status.message)
+                self._refuse(stream, submission.handle, error)
                 continue
-            logger.debug("accepted %s", submission.request_id)
+            timers = [self._deadline_timer(stream, submission, sample) for sample in samples]
+            if samples[0].sampling.grammar is not None:
+                held = HeldSubmission(stream=stream, samples=samples, timers=timers)
+                self._preparations.hold(held)
+                continue
             requests += samples
-            for sample in samples:
-                accepted = engine_pb2.Accepted(
-                    handle=handle_of(sample.key),
-                    request_id=sample.request_id,
-                    sampling=resolved_proto(sample),
-                )
-                stream.accept(accepted, self._deadline_timer(stream, submission, sample))
+            for sample, timer in zip(samples, timers, strict=True):
+                self._accept(stream, sample, timer)
         self._core.submit(requests)
+
+    def _accept(self, stream: Stream, sample: Request, timer: asyncio.TimerHandle | None) -> None:
+        logger.debug("accepted %s", sample.request_id)
+        accepted = engine_pb2.Accepted(
+            handle=handle_of(sample.key),
+            request_id=sample.request_id,
+            sampling=resolved_proto(sample),
+        )
+        stream.accept(accepted, timer)
+
+    def _refuse(self, stream: Stream, handle: int, error: Exception) -> None:
+        if not isinstance(error, MillstreamError):
+            logger.error("validating a submission failed", exc_info=error)
+        status = to_status(error)
+        stream.reject(engine_pb2.Rejected(handle=handle, status=status))
+        logger.debug("stream %d: refused: %s", stream.number, status.message)
+
+    def _accept_held(self, held: HeldSubmission) -> None:
+        if self._unavailable is not None:
+            self._refuse_held(held, EngineUnavailable(self._unavailable))
+            return
+        ends: list[tuple[int, FinishReason]] = []
+        for sample in held.samples:
+            handle = handle_of(sample.key)
+            hold = held.stream.release(handle)
+            self._accept(held.stream, sample, hold.timer)
+            if hold.end is not None:
+                ends.append((handle, hold.end))
+        self._core.submit(held.samples)
+        for handle, reason in ends:
+            self._finish(held.stream, (handle,), reason)
+
+    def _refuse_held(self, held: HeldSubmission, error: Exception) -> None:
+        for sample in held.samples:
+            hold = held.stream.release(handle_of(sample.key))
+            if hold.timer is not None:
+                hold.timer.cancel()
+        self._refuse(held.stream, handle_of(held.samples[0].key), error)
 
     def _admit(
         self, stream: Stream, submission: engine_pb2.Submission, num_new: int
@@ -284,7 +300,8 @@ class EngineService:
         if self._unavailable is not None:
             raise EngineUnavailable(self._unavailable)
         assert self._admission is not None
-        return self._admission.admit(stream, submission, self._core.num_live + num_new)
+        num_live = self._core.num_live + self._preparations.num_held + num_new
+        return self._admission.admit(stream, submission, num_live)
 
     def _deadline_timer(
         self, stream: Stream, submission: engine_pb2.Submission, sample: Request
@@ -300,7 +317,8 @@ class EngineService:
         )
 
     def _finish(self, stream: Stream, handles: Iterable[int], reason: FinishReason) -> None:
-        self._core.finish([make_key(stream.number, handle) for handle in handles], reason)
+        with_core = [handle for handle in handles if not stream.end_held(handle, reason)]
+        self._core.finish([make_key(stream.number, handle) for handle in with_core], reason)
 
     def _on_step(self, step: StepRecord) -> None:
         """Hands each stream its part of a step. What is left of closed streams is dropped."""

@@ -13,9 +13,11 @@ import itertools
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from millstream.engine.clients import Client
 from millstream.engine.logprob_columns import LogprobColumns, in_pieces
+from millstream.engine.request import FinishReason
 from millstream.engine.step_parts import StepPart
 from millstream.rpc.errors import MillstreamError
 from millstream.v1 import engine_pb2
@@ -83,6 +85,15 @@ class _Waiting:
         )
 
 
+@dataclass(slots=True, kw_only=True)
+class Hold:
+    """A request that is neither accepted nor refused yet."""
+
+    task: asyncio.Task[None]  # decides; ends with the stream
+    timer: asyncio.TimerHandle | None  # of its deadline
+    end: FinishReason | None = None  # how it ends as soon as it is accepted
+
+
 class Stream:
     """One stream. All of it runs on the event loop."""
 
@@ -92,6 +103,7 @@ class Stream:
         self.client = client or Client(number)
         # The requests that the core has: handle -> the timer of its deadline.
         self._live: dict[int, asyncio.TimerHandle | None] = {}
+        self._held: dict[int, Hold] = {}
         self._finished_unsent: set[int] = set()
         self._refused_unsent: set[int] = set()
         self._accepted: deque[engine_pb2.Accepted] = deque()
@@ -106,20 +118,37 @@ class Stream:
 
     @property
     def live_handles(self) -> list[int]:
-        """Handles of the requests that the core has."""
-        return list(self._live)
+        """Handles of the requests that the core has, or will have."""
+        return [*self._live, *self._held]
 
     def is_live(self, handle: int) -> bool:
-        return handle in self._live
+        return handle in self._live or handle in self._held
 
     def in_use(self, handle: int) -> bool:
         return (
-            handle in self._live
+            self.is_live(handle)
             or handle in self._finished_unsent
             or handle in self._refused_unsent
         )
 
     # ---- what goes in
+
+    def hold(self, handle: int, hold: Hold) -> None:
+        """A request waits to be accepted or refused."""
+        self._held[handle] = hold
+        self.client.num_live += 1
+
+    def end_held(self, handle: int, reason: FinishReason) -> bool:
+        """Notes how a request ends once it is accepted; False if it is not on hold."""
+        hold = self._held.get(handle)
+        if hold is not None and hold.end is None:
+            hold.end = reason
+        return hold is not None
+
+    def release(self, handle: int) -> Hold:
+        """A request is about to be accepted or refused."""
+        self.client.num_live -= 1
+        return self._held.pop(handle)
 
     def accept(self, accepted: engine_pb2.Accepted, timer: asyncio.TimerHandle | None) -> None:
         """A request is on its way to the core; its timer is cancelled when it ends."""
@@ -167,12 +196,16 @@ class Stream:
 
     def close(self) -> list[int]:
         """The stream is gone: stops its timers; returns the handles that the core still has."""
-        handles = self.live_handles
-        for timer in self._live.values():
+        handles = list(self._live)
+        timers = [*self._live.values(), *(hold.timer for hold in self._held.values())]
+        for timer in timers:
             if timer is not None:
                 timer.cancel()
+        for hold in self._held.values():
+            hold.task.cancel()
+        self.client.num_live -= len(self._live) + len(self._held)
         self._live.clear()
-        self.client.num_live -= len(handles)
+        self._held.clear()
         return handles
 
     # ---- what comes out
@@ -184,7 +217,7 @@ class Stream:
                 raise self._failure
             if self._accepted or self._rejected or self._waiting:  # where prompts' also come
                 return self._take()
-            if self._ending and not self._live:
+            if self._ending and not self.live_handles:
                 if self._end_error is not None:
                     raise self._end_error
                 return None

@@ -18,6 +18,7 @@ from typing import Any, assert_never
 
 from millstream.engine.channel import FrontChannel, socket_pair
 from millstream.engine.config import EngineConfig
+from millstream.engine.grammar_validation import refusal_of
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import (
     AskStats,
@@ -26,17 +27,20 @@ from millstream.engine.records import (
     Fault,
     Finish,
     FromCore,
+    GrammarPrepared,
     Loaded,
     LoadFailed,
+    PrepareGrammar,
     Start,
     Stats,
     StatsRecord,
     StepRecord,
     Submit,
+    ToCore,
     UnwatchBlocks,
     WatchBlocks,
 )
-from millstream.engine.request import FinishReason, Request
+from millstream.engine.request import FinishReason, GrammarSpec, Request
 from millstream.rpc.errors import EngineUnavailable
 from millstream.rpc.server import StartError
 
@@ -67,7 +71,7 @@ class Supervisor:
         self._watchdog: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
         self._tokens = itertools.count()
-        self._stats: dict[int, asyncio.Future[Stats]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}  # by the question's token
         self._num_live = 0
         self._steps_seen = 0
 
@@ -117,18 +121,17 @@ class Supervisor:
 
     async def stats(self) -> Stats:
         """The scheduler's gauges, after the step that runs now. Raises EngineUnavailable."""
-        if self._failed.done():
-            raise EngineUnavailable(self._failed.result())
-        token = next(self._tokens)
-        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
-        self._stats[token] = answer
-        try:
-            self._send(AskStats(token))
-            if not await self._came(answer):
-                raise EngineUnavailable(self._failed.result())
-            return answer.result()
-        finally:
-            del self._stats[token]
+        record = await self._ask(AskStats)
+        assert isinstance(record, StatsRecord)
+        return record.stats
+
+    async def prepare_grammar(self, spec: GrammarSpec) -> None:
+        """Waits until requests may follow the grammar. Raises the error that refuses them, or
+        EngineUnavailable."""
+        record = await self._ask(lambda token: PrepareGrammar(token, spec))
+        assert isinstance(record, GrammarPrepared)
+        if record.problem:
+            raise refusal_of(spec, record.problem, has_vocabulary=record.has_vocabulary)
 
     def watch_blocks(self, token: int) -> None:
         """Asks for a CachedBlocks with this token, and for BlockEvents from then on."""
@@ -149,12 +152,29 @@ class Supervisor:
             self._process.kill()
             await self._exited(_EXIT_GRACE_S)
 
+    async def _ask(
+        self, question: Callable[[int], AskStats | PrepareGrammar]
+    ) -> StatsRecord | GrammarPrepared:
+        """The answer to a question with a token of its own. Raises EngineUnavailable."""
+        if self._failed.done():
+            raise EngineUnavailable(self._failed.result())
+        token = next(self._tokens)
+        answer: asyncio.Future[StatsRecord | GrammarPrepared]
+        answer = self._answers[token] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(token))
+            if not await self._came(answer):
+                raise EngineUnavailable(self._failed.result())
+            return answer.result()
+        finally:
+            del self._answers[token]
+
     async def _came(self, answer: asyncio.Future[Any]) -> bool:
         """Waits for the answer; False when the core fails before it comes."""
         await asyncio.wait({answer, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         return answer.done()
 
-    def _send(self, record: Submit | Finish | AskStats | WatchBlocks | UnwatchBlocks) -> None:
+    def _send(self, record: ToCore) -> None:
         assert self._channel is not None
         self._channel.send(record)
 
@@ -164,10 +184,10 @@ class Supervisor:
                 self._steps_seen += 1
                 self._num_live -= len(record.finished)
                 self._on_step(record)
-            case StatsRecord(token, stats):
-                answer = self._stats.get(token)
+            case StatsRecord() | GrammarPrepared():
+                answer = self._answers.get(record.token)
                 if answer is not None and not answer.done():
-                    answer.set_result(stats)
+                    answer.set_result(record)
             case CachedBlocks() | BlockEvents():
                 self._on_blocks(record)
             case Loaded(info):

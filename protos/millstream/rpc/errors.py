@@ -119,6 +119,13 @@ class NoChatTemplate(MillstreamError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class NoTokenizer(MillstreamError):
+    """The engine's model has no tokenizer that structured output could use."""
+
+    reason = "NO_TOKENIZER"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class FingerprintMismatch(MillstreamError):
     """The tokenizer service serves another tokenizer than the engine's model has."""
 
@@ -160,6 +167,7 @@ _KINDS: tuple[type[MillstreamError], ...] = (
     DeadlineExceeded,
     Cancelled,
     NoChatTemplate,
+    NoTokenizer,
     FingerprintMismatch,
     Unsupported,
     EngineFault,

@@ -257,13 +257,18 @@ class SamplingParams(_message.Message):
     read from the prefix cache.
     """
     json_schema: _builtins.str
-    """A JSON schema, as JSON text."""
+    """A JSON schema, as the text of a JSON object. The output has no whitespace between its tokens,
+    unless the schema has "x-guidance": {"whitespace_flexible": true}. Keywords that are known and
+    not supported are refused.
+    """
     json_object: _builtins.bool
-    """Any JSON object."""
+    """Any JSON object, without whitespace between its tokens. False is the same as unset."""
     regex: _builtins.str
-    """A regular expression that the whole output matches."""
+    """A regular expression (Rust's syntax, without look-around) that the whole output matches."""
     grammar: _builtins.str
-    """A context-free grammar."""
+    """A context-free grammar: llguidance's variant of Lark, with a rule `start`; or GBNF, with a
+    rule `root`.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Refused: stop strings are text, give them to Tokenizer.Detokenize and cancel on a match."""
@@ -293,7 +298,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def choice(self) -> Global___StringList:
-        """One of these strings."""
+        """One of these strings; at least one."""
 
     def __init__(
         self,

@@ -1,0 +1,67 @@
+"""Requests whose grammar is being compiled: on hold, neither accepted nor refused yet.
+
+Others go on meanwhile, on the same stream too. A held request that is cancelled, or whose time is
+up, is ended as soon as it is accepted: a client sees the same as of any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from millstream.engine.records import handle_of
+from millstream.engine.request import GrammarSpec, Request
+from millstream.engine.streams import Hold, Stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSubmission:
+    """The samples of one submission, which all follow one grammar."""
+
+    stream: Stream
+    samples: list[Request]
+    timers: list[asyncio.TimerHandle | None]  # of their deadlines
+
+
+class Preparations:
+    """Everything runs on the event loop."""
+
+    def __init__(
+        self,
+        prepare: Callable[[GrammarSpec], Awaitable[None]],
+        *,
+        on_ready: Callable[[HeldSubmission], None],
+        on_refused: Callable[[HeldSubmission, Exception], None],
+    ) -> None:
+        """`prepare` waits until a grammar is compiled, or raises what refuses it."""
+        self._prepare = prepare
+        self._on_ready = on_ready
+        self._on_refused = on_refused
+        self._num_held = 0
+
+    @property
+    def num_held(self) -> int:
+        """Requests on hold."""
+        return self._num_held
+
+    def hold(self, held: HeldSubmission) -> None:
+        """Calls on_ready or on_refused in a while, unless the stream is closed before."""
+        self._num_held += len(held.samples)
+        task = asyncio.create_task(self._wait(held))
+        task.add_done_callback(lambda _: self._release(held))
+        for sample, timer in zip(held.samples, held.timers, strict=True):
+            held.stream.hold(handle_of(sample.key), Hold(task=task, timer=timer))
+
+    def _release(self, held: HeldSubmission) -> None:
+        self._num_held -= len(held.samples)
+
+    async def _wait(self, held: HeldSubmission) -> None:
+        grammar = held.samples[0].sampling.grammar
+        assert grammar is not None
+        try:
+            await self._prepare(grammar)
+        except Exception as error:
+            self._on_refused(held, error)
+        else:
+            self._on_ready(held)
