@@ -6,7 +6,7 @@ PROMPT ?= What is the capital of France?
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test check proto bench up compose-test clean
+.PHONY: setup demo test check proto bench up compose-test examples examples-test clean
 
 setup: .venv/.stamp
 
@@ -53,6 +53,16 @@ up: wheelhouse/.stamp
 # Needs Docker; `deploy/tools/docker_engine.sh start` gets it on a bare Debian.
 compose-test: wheelhouse/.stamp
 	TORCH_PIP_ARGS= $(BIN)/python -m pytest -m docker -s --durations=5 tests/compose
+
+# Needs Debian's C++ and gRPC packages and npm; deploy/tools/examples_toolchain.sh gets them.
+GOOGLEAPIS = $(shell $(BIN)/python -c 'import google.rpc; print(list(google.rpc.__path__)[0] + "/../..")')
+examples: setup
+	$(MAKE) -C examples/cpp GOOGLEAPIS=$(GOOGLEAPIS)
+	PROTOC="$(abspath $(BIN))/python -m grpc_tools.protoc" GOOGLEAPIS=$(GOOGLEAPIS) \
+	    npm --prefix examples/node run build
+
+examples-test: examples
+	$(BIN)/python -m pytest -m examples tests/e2e/test_examples.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
