@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from tests.fake_services import EOS, FakeServices
@@ -93,6 +94,29 @@ def test_sampling_flags_arrive(targets: list[str], threaded_services: FakeServic
     assert (sampling.ignore_eos, sampling.max_tokens, sampling.min_tokens) == (True, 3, 1)
 
 
+def test_structured_output_flags_arrive(
+    targets: list[str], threaded_services: FakeServices, tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    long_grammar = 'start: "a"  // ' + "é" * 5000  # no name of a file
+    for flags in (
+        ["--json-schema", str(tmp_path / "schema.json")],
+        ["--json-schema", '{"const": 1}'],
+        ["--json-object"],
+        ["--regex", "a+"],
+        ["--choice", "a", "--choice", ""],
+        ["--grammar", long_grammar],
+    ):
+        assert run(["generate", "hello", *flags, *targets]) == 0
+    submissions = [m.submit[0] for m in threaded_services.engine.messages if m.submit]
+    one, two, three, four, five, six = (submission.sampling for submission in submissions)
+    assert (one.json_schema, two.json_schema) == ('{"type": "object"}', '{"const": 1}')
+    assert three.json_object
+    assert four.regex == "a+"
+    assert list(five.choice.values) == ["a", ""]
+    assert six.grammar == long_grammar
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
@@ -101,6 +125,7 @@ def test_sampling_flags_arrive(targets: list[str], threaded_services: FakeServic
         (["generate"], 2, "PROMPT"),
         (["generate", "x", "--nonsense"], 2, "--nonsense"),
         (["generate", "x", "--temperature", "warm"], 2, "--temperature"),
+        (["generate", "x", "--regex", "a", "--json-object"], 1, "only one of"),
         (["generate", "x", "--engine", "127.0.0.1:1", "--connect-timeout-s", "0.2"], 1, "reached"),
         (["generate", "\udcff", "--engine", "127.0.0.1:1"], 1, "surrogate"),
         (["chat", "--engine", "127.0.0.1:1", "--connect-timeout-s", "0.2"], 1, "127.0.0.1:1"),

@@ -26,7 +26,7 @@ from millstream.v1 import engine_pb2
         ("max_tokens", math.nan),
         ("max_tokens", 2**32),
         ("ignore_eos", 1),
-        ("json_schema", {"type": "object"}),
+        ("json_schema", ["object"]),
         ("regex", "\ud800"),
         ("stop_token_ids", 3),
         ("stop_token_ids", [None]),

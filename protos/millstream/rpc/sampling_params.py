@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from millstream.rpc.errors import InvalidArgument, Unsupported
+from millstream.rpc.structured_output import STRUCTURED_OUTPUTS, set_structured_output
 from millstream.rpc.values import (
     UINT32_MAX,
     UINT64_MAX,
@@ -58,10 +59,11 @@ class SamplingParams:
     bad_words: Sequence[str] | Sequence[Sequence[int]] | None = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    json_schema: str | None = None
+    # At most one of these; a JSON schema as text, or as what json.loads makes of it.
+    json_schema: str | Mapping[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Sequence[str] | None = ()
+    choice: Sequence[str] | None = None
     grammar: str | None = None
 
     @property
@@ -102,9 +104,7 @@ def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
         if isinstance(word, str):
             raise Unsupported("bad_words: only token ids so far", field="bad_words")
         message.bad_words.add(token_ids=check_ids("bad_words", word))
-    if params.choice:
-        texts = check_list("choice", params.choice, "a list of strings")
-        message.choice.values.extend(check_text("choice", text) for text in texts)
+    set_structured_output(message, {name: getattr(params, name) for name in STRUCTURED_OUTPUTS})
     return message
 
 
@@ -125,8 +125,4 @@ _SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "n": _uint32,
     "logprobs": _uint32,
     "prompt_logprobs": _uint32,
-    "json_schema": check_text,
-    "json_object": check_bool,
-    "regex": check_text,
-    "grammar": check_text,
 }

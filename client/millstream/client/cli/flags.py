@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from millstream.client.launch import import_service
 from millstream.client.types import Output
 from millstream.rpc.parsing import number
-from millstream.rpc.sampling_params import SamplingParams
+from millstream.rpc.sampling_params import SamplingParams, to_proto
 
 # Where the services are when no flag says so; a container's environment knows better.
 ENGINE = os.environ.get("MILLSTREAM_ENGINE") or "localhost:50051"
@@ -25,6 +26,17 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 _bias.__name__ = "ID=BIAS"
+
+
+def text_or_file(text: str) -> str:
+    """The contents of the file of this name, if there is one; else the text itself."""
+    try:
+        return Path(text).read_text() if Path(text).is_file() else text
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    except (OSError, ValueError):  # no name of a file: too long, or with a NUL
+        return text
+
 
 # Ranges and defaults are the engine's, which checks them; the text here is for --help.
 _SAMPLING: Mapping[str, Mapping[str, Any]] = {
@@ -52,11 +64,23 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "bad_words": {"action": "append", "metavar": "TEXT", "help": "never this; repeatable"},
     "logprobs": {"type": int, "help": "of the likeliest so many tokens"},
     "prompt_logprobs": {"type": int, "help": "of the prompt's tokens"},
-    "json_schema": {"metavar": "JSON", "help": "the answer follows this JSON schema"},
+    "json_schema": {
+        "type": text_or_file,
+        "metavar": "JSON|FILE",
+        "help": "the answer follows this JSON schema; at most one of this and the next four",
+    },
     "json_object": {"action": "store_true", "help": "the answer is a JSON object"},
-    "regex": {"help": "the answer matches this"},
-    "choice": {"action": "append", "metavar": "TEXT", "help": "the answer is one of these"},
-    "grammar": {"help": "the answer follows this context-free grammar"},
+    "regex": {"help": "the whole answer matches this"},
+    "choice": {
+        "action": "append",
+        "metavar": "TEXT",
+        "help": "the answer is this; repeatable: or this",
+    },
+    "grammar": {
+        "type": text_or_file,
+        "metavar": "TEXT|FILE",
+        "help": "the answer follows this grammar (Lark, or GBNF)",
+    },
 }
 
 
@@ -79,14 +103,17 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """What the sampling flags say; a flag that is not given is unset."""
+    """What the sampling flags say; a flag that is not given is unset. Raises InvalidArgument for
+    what the client itself refuses."""
     given = {name: getattr(args, name) for name in _SAMPLING}
     given = {name: value for name, value in given.items() if not (value is None or value is False)}
     if args.skip_special_tokens is False:
         given["skip_special_tokens"] = False
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
-    return SamplingParams(**given)
+    params = SamplingParams(**given)
+    to_proto(params)  # before anything is connected
+    return params
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
