@@ -356,7 +356,6 @@ def test_progress_counts_the_bytes_of_the_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: only 1"),
         ({"load_format": "gguf"}, "load_format: one of"),
         ({"dtype": "int8"}, "dtype: one of"),
         ({"max_model_len": 513}, "max_model_len: the model has 512 positions"),

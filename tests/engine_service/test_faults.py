@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.engine_health import NOT_SERVING, SERVING, HealthWatch
 from tests.engine_processes import (
     ROOT,
     EngineProcess,
@@ -27,36 +27,12 @@ from tests.engine_processes import (
 from tests.fake_runners import DIE_ID, HANG_ID, RAISE_ID, SLEEP_ID, tokens_after
 
 from millstream.rpc import errors
-from millstream.rpc.options import channel_options
 from millstream.v1 import engine_pb2
 
 SCRIPTED = "tests.fake_runners:scripted"
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 SHUTDOWN = engine_pb2.FINISH_REASON_SHUTDOWN
 LENGTH = engine_pb2.FINISH_REASON_LENGTH
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class HealthWatch:
-    """Every status that Watch tells, for "" and for the engine's name."""
-
-    def __init__(self, target: str, service: str = "") -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=channel_options(target))
-        self.stub = health_pb2_grpc.HealthStub(self._channel)
-        self._call = self.stub.Watch(health_pb2.HealthCheckRequest(service=service))
-
-    async def next(self, timeout_s: float = 10) -> int:
-        async with asyncio.timeout(timeout_s):
-            return int((await self._call.read()).status)
-
-    async def check(self, service: str = "") -> int:
-        request = health_pb2.HealthCheckRequest(service=service)
-        return int((await self.stub.Check(request, timeout=5)).status)
-
-    async def close(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
 
 
 @pytest.mark.parametrize(

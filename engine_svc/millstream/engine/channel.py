@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import cast
 
@@ -34,7 +35,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class CoreChannel:
-    """The core's side. One thread calls `receive`, one `send`; both block."""
+    """The core's side. One thread calls `receive`, any may call `send`; both block."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -42,6 +43,7 @@ class CoreChannel:
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._encoder = msgspec.msgpack.Encoder()
         self._frame = bytearray()
+        self._sending = threading.Lock()
 
     def receive(self) -> ToCore | None:
         """The next record; None when the front end is gone. Raises msgspec.ValidationError."""
@@ -55,11 +57,17 @@ class CoreChannel:
             return None
         return self._decoder.decode(body) if len(body) == length else None
 
-    def send(self, record: FromCore) -> None:
-        """Sends a record; blocks while the front end lags. Raises OSError when it is gone."""
-        self._encoder.encode_into(record, self._frame, _HEADER_BYTES)
-        _LENGTH.pack_into(self._frame, 0, len(self._frame) - _HEADER_BYTES)
-        self._connection.sendall(self._frame)
+    def send(self, record: FromCore, *, patience_s: float = -1) -> None:
+        """Sends a record; blocks while the front end lags. Raises OSError when it is gone, or when
+        another thread's record has kept this one waiting for patience_s."""
+        if not self._sending.acquire(timeout=patience_s):
+            raise TimeoutError("the front end takes no records")
+        try:
+            self._encoder.encode_into(record, self._frame, _HEADER_BYTES)
+            _LENGTH.pack_into(self._frame, 0, len(self._frame) - _HEADER_BYTES)
+            self._connection.sendall(self._frame)
+        finally:
+            self._sending.release()
 
 
 class FrontChannel(asyncio.Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +11,52 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
+from millstream.engine.hardware import LoadError, detect
+from millstream.engine.parallel import Group
+
 # torch's stubs know half of it. Its process groups are used without torch.distributed's default
 # group, of which there is one a process: two models can live in one.
 _c10d: Any = _distributed_c10d
 
+_HOST = "127.0.0.1"
 # A rank that is lost ends the others at once (ranks.py); this is for one that hangs.
 TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def make_group(device: str, rank: int, size: int, meet: Callable[[], Any]) -> Group:
+    """The group of this process, on its device: rank r has GPU r.
+
+    meet: waits until the others are about to join, and returns torch's Store of all.
+    """
+    if detect(device).device.type == "cpu":
+        return GlooGroup(rank, size, meet)
+    raise LoadError("tensor_parallel_size: only on CPUs so far")
+
+
+def open_store(size: int) -> Any:
+    """A torch Store where ranks meet; its `port` of the loopback interface is bound before anyone
+    is told of it."""
+    listener = socket.create_server((_HOST, 0))
+    return _c10d.TCPStore(
+        _HOST,
+        listener.getsockname()[1],
+        size,
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def enter_store(port: int, size: int) -> Any:
+    """The store that another process opened."""
+    return _c10d.TCPStore(_HOST, port, size, timeout=TIMEOUT, wait_for_workers=False)
 
 
 class GlooGroup:
     """A Group of CPU processes, or threads, of one machine."""
 
     def __init__(self, rank: int, size: int, meet: Callable[[], Any]) -> None:
-        """meet: waits until the others are about to join, and returns torch's Store of all."""
         self.rank = rank
         self.size = size
         self._meet = meet
@@ -51,7 +85,7 @@ def gloo(store: Any, rank: int, size: int) -> Any:
     """A process group of one machine's CPUs, which talk over the loopback interface on ports that
     the system chooses."""
     options = _c10d.ProcessGroupGloo._Options()
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._timeout = TIMEOUT
     return _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", store), rank, size, options)
 

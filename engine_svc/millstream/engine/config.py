@@ -85,7 +85,9 @@ class EngineConfig:
         choices=ATTENTION_BACKENDS,
     )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
-    tensor_parallel_size: int = _number(1, 1, 1024, "GPUs that share one model; only 1 so far")
+    tensor_parallel_size: int = _number(
+        1, 1, 1024, "ranks that share one model, each with a GPU, or on CPUs with some of the cores"
+    )
     threads: int | None = _number(
         None, 1, 1024, "CPU threads for the model's arithmetic; default: one a core"
     )

@@ -11,12 +11,11 @@ whole process group (Ctrl-C, systemd's SIGTERM) are ignored.
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
 import gc
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import assert_never
 
 from millstream.engine.channel import CoreChannel
+from millstream.engine.child_process import CLEAR_ERRORS, explain, named, outlive_nobody
 from millstream.engine.core import EngineCore
 from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.load import load_core
@@ -50,9 +50,7 @@ from millstream.rpc.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-# What a wrong flag or a bad model folder raises, with a message for the person who started us.
-_CLEAR_ERRORS = (ValueError, OSError, NotImplementedError)
+_LAST_WORD_S = 1.0  # for a front end that lags; the end of file says the rest
 
 # Answers that other threads have are put here too, for the main thread to send.
 Command = ToCore | GrammarPrepared
@@ -65,7 +63,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args()
-    _outlive_nobody()
+    outlive_nobody()
     configure_logging(arguments.log_level, process="core")
     channel = CoreChannel(socket.socket(fileno=arguments.fd))
     start = channel.receive()
@@ -83,16 +81,8 @@ def main() -> None:
         logger.debug("the front end is gone: %s", error)
     except Exception as error:
         logger.exception("the engine core failed")
-        channel.send(Fault(f"the engine core failed: {type(error).__name__}: {_one_line(error)}"))
+        channel.send(Fault(f"the engine core failed: {named(error)}"))
     sys.exit(1)
-
-
-def _outlive_nobody() -> None:
-    """The kernel kills this process when its parent dies, even if the reader thread cannot run."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _read(channel: CoreChannel, commands: Commands) -> None:
@@ -106,20 +96,26 @@ def _load(start: Start, channel: CoreChannel) -> EngineCore | None:
     """The core, announced with Loaded; None once LoadFailed is sent."""
     model_dir = None if start.model_dir is None else Path(start.model_dir)
     try:
-        core = load_core(start.config, model_dir)
-    except _CLEAR_ERRORS as error:
-        logger.debug("cannot load", exc_info=True)
-        channel.send(LoadFailed(_one_line(error)))
-        return None
+        core = load_core(start.config, model_dir, lambda reason: _end_with_rank(reason, channel))
     except Exception as error:
-        logger.exception("cannot load")
-        channel.send(LoadFailed(f"{type(error).__name__}: {_one_line(error)}"))
+        level = logging.DEBUG if isinstance(error, CLEAR_ERRORS) else logging.ERROR
+        logger.log(level, "cannot load", exc_info=True)
+        channel.send(LoadFailed(explain(error)))
         return None
     # What lives now lives to the end: never look at it again when collecting garbage.
     gc.collect()
     gc.freeze()
     channel.send(Loaded(core.info))
     return core
+
+
+def _end_with_rank(reason: str, channel: CoreChannel) -> None:
+    """The ranks' thread: one of them is lost. The main thread may sleep, or wait in a collective
+    for ever, so the process ends here."""
+    logger.error("%s", reason)
+    with contextlib.suppress(OSError):
+        channel.send(Fault(reason), patience_s=_LAST_WORD_S)
+    os._exit(1)
 
 
 def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
@@ -179,11 +175,6 @@ def _prepared(token: int, outcome: Future[object]) -> GrammarPrepared:
 def _tell_block_events(core: EngineCore, channel: CoreChannel) -> None:
     if events := core.take_block_events():
         channel.send(BlockEvents(events))
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -75,6 +75,15 @@ def detect(device: str) -> Hardware:
     )
 
 
+def check_devices(device: str, num_ranks: int) -> None:
+    """Raises LoadError if there are too few GPUs for as many ranks."""
+    if detect(device).device.type == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise LoadError(
+            f"tensor_parallel_size: {num_ranks} ranks need as many GPUs, and torch finds "
+            f"{torch.cuda.device_count()}"
+        )
+
+
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> ResolvedConfig:
     """Every open setting, decided; pure. Raises LoadError for what the model cannot do."""
     on_gpu = hardware.device.type == "cuda"

@@ -34,10 +34,20 @@ def find_model(config: EngineConfig) -> Path | None:
     return hub.resolve(config.model)
 
 
-def load_core(config: EngineConfig, model_dir: Path | None) -> EngineCore:
+def load_core(
+    config: EngineConfig, model_dir: Path | None, on_lost: Callable[[str], None] | None = None
+) -> EngineCore:
     """Loads the model and puts a scheduler around it. Raises a ValueError or OSError with one clear
-    line for what the user can mend."""
-    runner = _find_runner(config.runner)(config, model_dir)
+    line for what the user can mend.
+
+    on_lost: called on another thread, with the reason, when one of several ranks has ended, even
+    while nobody steps; the core is of no use then.
+    """
+    if config.runner == "model" and config.tensor_parallel_size > 1:
+        ranks = importlib.import_module("millstream.engine.ranks")
+        runner: Runner = ranks.create_runner(config, model_dir, on_lost)
+    else:
+        runner = _find_runner(config.runner)(config, model_dir)
     return EngineCore(runner, prefix_caching=config.prefix_caching, clock=time.monotonic)
 
 

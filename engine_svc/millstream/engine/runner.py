@@ -289,8 +289,4 @@ class ModelRunner:
 
 def create(config: EngineConfig, model_dir: Path | None) -> ModelRunner:
     """The runner that `--runner model` names."""
-    if config.tensor_parallel_size != 1:
-        raise LoadError(
-            f"tensor_parallel_size: only 1 is supported so far, not {config.tensor_parallel_size}"
-        )
     return ModelRunner(config, model_dir)

@@ -1,0 +1,112 @@
+"""A model over real processes: what they compute, and that they end whenever one of them does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine_processes import alive
+from tests.rank_processes import all_end, rank_pids, shared_memory, wait_for_ranks
+from tests.tiny_models import make_tiny_model
+
+from millstream.engine import LLM, SamplingParams
+from millstream.engine.hardware import LoadError
+from millstream.engine.ranks import RankLost
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"device": "cpu", "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=251)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    drawn = [[rng.randrange(3, 250) for _ in range(n)] for n in (1, 3, 9, 20, 60)]
+    return [*drawn, drawn[-1][:40]]
+
+
+def generate(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    return [each["token_ids"] for each in llm.generate(prompts(), params, use_tqdm=False)]
+
+
+def test_processes_compute_what_one_does(folder: Path) -> None:
+    """Preempted, from the prefix cache, sampled with filters and without; a plan longer than the
+    ring is in test_ring.py."""
+    params = [
+        SamplingParams(seed=i, max_tokens=24, ignore_eos=True, top_p=1.0 if i % 2 else 0.8)
+        for i in range(len(prompts()))
+    ]
+    with LLM(folder, **OPTIONS) as llm:
+        greedy, sampled = generate(llm, GREEDY), generate(llm, params)
+    block_bytes = 2 * 2 * 4 * 1 * 16 * 4  # of a rank, which has one KV head
+    options = {**OPTIONS, "kv_cache_bytes": 24 * block_bytes}
+    before = shared_memory()
+    with LLM(folder, tensor_parallel_size=2, **options) as llm:
+        assert generate(llm, GREEDY) == greedy
+        assert generate(llm, params) == sampled
+        assert generate(llm, GREEDY) == greedy
+        stats = llm.stats()
+        assert stats.num_preemptions and stats.prefix_cache_hits
+        ranks = rank_pids(os.getpid())
+        assert len(ranks) == 1
+    assert not any(map(alive, ranks))
+    assert shared_memory() <= before
+
+
+def test_the_default_model_over_three_ranks(default_model_dir: Path) -> None:
+    """Nine heads and three KV heads."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    question = "The capital of France is"
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2}
+    with LLM(default_model_dir, **options) as llm:
+        expected = llm.generate(question, params, use_tqdm=False)
+    assert "Paris" in expected[0]["text"]
+    with LLM(default_model_dir, tensor_parallel_size=3, **options) as llm:
+        assert llm.generate(question, params, use_tqdm=False) == expected
+
+
+def test_row_56_a_split_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, num_attention_heads=9, num_key_value_heads=3, hidden_size=72)
+    with pytest.raises(LoadError, match=r"^tensor_parallel_size: 9 attention heads"):
+        LLM(folder, tensor_parallel_size=2, **OPTIONS)
+    assert not rank_pids(os.getpid())
+
+
+def test_a_rank_that_dies_raises_and_ends_the_others(folder: Path) -> None:
+    """Idle, then in the middle of steps: an LLM's user is told, and can close it."""
+    for idle in (True, False):
+        llm = LLM(folder, tensor_parallel_size=2, max_model_len=500, **OPTIONS)
+        (rank,) = wait_for_ranks(os.getpid(), 1)
+        if idle:
+            os.kill(rank, signal.SIGKILL)
+            assert all_end([rank], 1)
+        else:
+            threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
+        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        started = time.monotonic()
+        with pytest.raises(RankLost, match=r"^rank 1 of 2 was killed by SIGKILL$"):
+            llm.generate(prompts() * 100, endless, use_tqdm=False)
+        assert time.monotonic() - started < 5
+        llm.close()
+        assert not rank_pids(os.getpid())
+
+
+def test_a_rank_that_dies_while_loading_is_why_the_start_fails(folder: Path) -> None:
+    def kill_first() -> None:
+        os.kill(wait_for_ranks(os.getpid(), 3)[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_first)
+    killer.start()
+    with pytest.raises(LoadError, match=r"^rank 1 of 4 was killed by SIGKILL$"):
+        LLM(folder, tensor_parallel_size=4, **OPTIONS)
+    killer.join()
+    assert not rank_pids(os.getpid())
