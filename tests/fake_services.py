@@ -71,6 +71,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.sent: dict[str, list[int]] = {}  # by request id, what was generated
         self.ended: dict[str, int] = {}  # by request id, the reason
         self.refused = 0
+        self.api_keys: list[str] = []  # of its streams
         self.live = 0
         self.streams = 0
 
@@ -79,6 +80,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     async def Generate(self, requests: Any, context: Any) -> None:
         self.streams += 1
+        metadata = dict(context.invocation_metadata())
+        self.api_keys.append(metadata.get("x-api-key", ""))
         ready = engine_pb2.Ready(engine=self.info)
         await context.write(engine_pb2.GenerateResponse(ready=ready))
         live: dict[int, _Live] = {}
@@ -118,16 +121,21 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.messages.append(request)
         for submission in request.submit:
             handle = submission.handle
-            assert handle not in live
+            count = max(1, submission.sampling.n)
+            assert not any(handle + sample in live for sample in range(count))
             if error := self._refuses(submission, live):
                 self.refused += 1
                 message.rejected.add(handle=handle, status=to_status(error))
                 continue
-            live[handle] = one = _Live(submission)
-            self.sent[one.request_id] = []
-            sampling = engine_pb2.SamplingParams(seed=7)
-            sampling.MergeFrom(submission.sampling)
-            message.accepted.add(handle=handle, request_id=one.request_id, sampling=sampling)
+            for sample in range(max(1, submission.sampling.n)):
+                live[handle + sample] = one = _Live(submission, sample)
+                self.sent[one.request_id] = []
+                sampling = engine_pb2.SamplingParams(seed=7, n=1)
+                sampling.MergeFrom(submission.sampling)
+                sampling.seed += sample
+                message.accepted.add(
+                    handle=handle + sample, request_id=one.request_id, sampling=sampling
+                )
         for handle in request.cancel:
             if one := live.pop(handle, None):
                 self._finish(one, handle, message, engine_pb2.FINISH_REASON_CANCELLED)
@@ -139,7 +147,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             return InvalidArgument("sampling.top_p: above 0, up to 1", field="sampling.top_p")
         if not submission.token_ids or max(submission.token_ids) >= VOCAB_SIZE:
             return InvalidArgument("token_ids: empty or too large", field="token_ids")
-        if len(live) >= self.room:
+        if len(live) + max(1, submission.sampling.n) > self.room:
             return QueueFull("full", retry_after_s=0.02)
         return None
 
@@ -189,21 +197,23 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
 
 class _Live:
-    """A request and the tokens that it will get."""
+    """A sample of a request and the tokens that it will get: the prompt's from the sample's number
+    on, so that they differ."""
 
     names = itertools.count()
 
-    def __init__(self, submission: engine_pb2.Submission) -> None:
+    def __init__(self, submission: engine_pb2.Submission, sample: int = 0) -> None:
         self.request_id = submission.request_id or f"fake-{next(self.names)}"
+        self.request_id += f"/{sample}" if sample else ""
         self.prompt_tokens = len(submission.token_ids)
         self.reason: int | None = None
         self.deadline: float | None = None
         if submission.HasField("timeout_ms"):
             self.deadline = asyncio.get_running_loop().time() + submission.timeout_ms / 1000
-        self.tokens = self._answer(submission)
+        self.tokens = self._answer(submission, sample)
 
-    def _answer(self, submission: engine_pb2.Submission) -> Iterator[int]:
-        prompt, sampling = list(submission.token_ids), submission.sampling
+    def _answer(self, submission: engine_pb2.Submission, sample: int) -> Iterator[int]:
+        prompt, sampling = list(submission.token_ids)[sample:], submission.sampling
         endless = itertools.cycle(prompt) if sampling.ignore_eos else itertools.chain(prompt, [EOS])
         for number, token_id in enumerate(endless, 1):
             stops = token_id in sampling.stop_token_ids or token_id == EOS

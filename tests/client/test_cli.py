@@ -38,6 +38,36 @@ def test_generate_prints_the_text(targets: list[str], capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "a\n"
 
 
+def test_generate_prints_every_sample(
+    targets: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "hello", "--n", "3", *targets]) == 0
+    assert capsys.readouterr().out == "[1/3]\nhello\n[2/3]\nello\n[3/3]\nllo\n"
+    assert run(["generate", "hello", "--n", "2", "--json", *targets]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["text"], shown["sampling"]["n"]) == ("hello", 2)
+    assert [sample["text"] for sample in shown["other_samples"]] == ["ello"]
+    assert run(["chat", "--n", "2", *targets]) == 1
+    assert capsys.readouterr().err.startswith("millstream chat: error: n: ")
+
+
+def test_request_flags_arrive(
+    targets: list[str], threaded_services: FakeServices, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--priority", "-3", "--timeout-s", "9.5", "--api-key", "mine", "--max-retries", "2"]
+    assert run(["generate", "hello", *flags, *targets]) == 0
+    (message,) = [one for one in threaded_services.engine.messages if one.submit]
+    assert message.submit[0].priority == -3
+    assert 9000 < message.submit[0].timeout_ms <= 9500
+    assert threaded_services.engine.api_keys == ["mine"]
+    capsys.readouterr()
+    threaded_services.engine.room = 0
+    assert run(["generate", "hello", *flags, *targets]) == 1
+    assert threaded_services.engine.refused == 3
+    assert run(["generate", "hello", "--api-key", "sch\u00f6n", *targets]) == 1
+    assert "api_key: " in capsys.readouterr().err
+
+
 def test_generate_says_when_there_is_no_text(
     targets: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

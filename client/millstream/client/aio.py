@@ -43,17 +43,22 @@ class AsyncClient:
         tokenizer: str | None = "localhost:50052",
         *,
         timeout_s: float = 10.0,
+        api_key: str = "",
         observer: Observer | None = None,
     ) -> None:
         """gRPC targets; None: not needed. `timeout_s`: how long to wait until they serve, before
-        EngineUnavailable is raised. `observer` is called with each message of the engine. Raises
-        InvalidArgument."""
+        EngineUnavailable is raised. `api_key`: clients with the same one share one client's part of
+        the engine. `observer` is called with each message of the engine. Raises InvalidArgument."""
         if not check_float("timeout_s", timeout_s) > 0:
             raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine
         self.tokenizer_target = tokenizer
         self._services = Services(
-            engine=engine, tokenizer=tokenizer, timeout_s=timeout_s, observer=observer
+            engine=engine,
+            tokenizer=tokenizer,
+            timeout_s=timeout_s,
+            api_key=api_key,
+            observer=observer,
         )
         self._executor = Executor(self._services)
 
@@ -92,8 +97,10 @@ class AsyncClient:
         """Completes a prompt, or a list of them: an Output, or a list of Outputs in order.
 
         A prompt is a string or a list of token ids. `sampling_params` is one for all or one per
-        prompt. Keywords: `detokenize=True`, `timeout_s` per request, `cache_salt`, `request_id`.
-        Requests that find the engine's queue full are sent again when it has room. When one is
+        prompt. With n > 1 the Output is the first sample, and `output.samples` has all of them.
+        Keywords: `detokenize=True`, `timeout_s` per request, `cache_salt`, `request_id`,
+        `priority` (smaller first), `max_retries`. Requests that find the engine's queue full are
+        sent again when it expects to have room, at most `max_retries` times if given. When one is
         refused or fails, the others end and then its exception is raised, or put in its place in
         the list with `return_exceptions`. `use_tqdm`: a progress bar; None: for a list, on a
         terminal.
@@ -134,7 +141,9 @@ class AsyncClient:
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """Completes one prompt piece by piece: an asynchronous iterator of Deltas. Keywords as for
-        `generate`, but a full queue raises QueueFull. Leaving the loop cancels the request."""
+        `generate`, but `max_retries` is 0 by default: a full queue raises QueueFull. With n > 1
+        the samples' deltas come mixed; `delta.sample` tells them apart. Leaving the loop cancels
+        the request."""
         jobs.check_options(options, RequestOptions)
         return self._stream(jobs.jobs_of(jobs.prompt_job, [prompt], sampling_params, options))
 

@@ -38,10 +38,13 @@ class Client:
         tokenizer: str | None = "localhost:50052",
         *,
         timeout_s: float = 10.0,
+        api_key: str = "",
         observer: Observer | None = None,
     ) -> None:
         """As AsyncClient's; `observer` is called on the client's own thread."""
-        self._client = AsyncClient(engine, tokenizer, timeout_s=timeout_s, observer=observer)
+        self._client = AsyncClient(
+            engine, tokenizer, timeout_s=timeout_s, api_key=api_key, observer=observer
+        )
         self.engine_target = engine
         self.tokenizer_target = tokenizer
         self._process_id = os.getpid()

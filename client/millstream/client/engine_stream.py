@@ -7,7 +7,7 @@ not per token: the loop over a step's arrays appends ids to lists and wakes only
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -16,6 +16,7 @@ import grpc
 from millstream.client.connection import Connection
 from millstream.client.generation import Generation
 from millstream.client.naming import from_service
+from millstream.client.places import Places
 from millstream.rpc.errors import (
     Cancelled,
     EngineFault,
@@ -43,7 +44,7 @@ class EngineStream:
         self.engine = engine
         # More requests than this at once are refused as QUEUE_FULL; whoever has many waits here.
         limits = engine.limits
-        self.places = asyncio.Semaphore(max(1, limits.max_num_seqs + limits.max_queued_requests))
+        self.places = Places(max(1, limits.max_num_seqs + limits.max_queued_requests))
         self._limit_bytes = min(
             limits.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_MAX_MESSAGE_BYTES
         )
@@ -51,6 +52,7 @@ class EngineStream:
         self._connection = connection
         self._observer = observer
         self._live: dict[int, Generation] = {}
+        self._num_samples: dict[int, int] = {}  # of first handles that the engine has not answered
         self._last_handle = 0
         self._submissions: list[tuple[engine_pb2.Submission, int]] = []  # with their sizes
         self._cancellations: list[int] = []
@@ -59,11 +61,13 @@ class EngineStream:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     @classmethod
-    async def open(cls, connection: Connection, observer: Observer | None = None) -> EngineStream:
+    async def open(
+        cls, connection: Connection, observer: Observer | None = None, api_key: str = ""
+    ) -> EngineStream:
         """Waits until the engine serves; raises EngineUnavailable. `observer` sees each message."""
         await connection.wait_serving()
         stub: Any = engine_pb2_grpc.EngineStub(connection.channel)
-        call = stub.Generate()
+        call = stub.Generate(metadata=[("x-api-key", api_key)] if api_key else None)
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 first = await call.read()
@@ -83,11 +87,12 @@ class EngineStream:
     def broken(self) -> bool:
         return self._error is not None
 
-    def submit(self, submission: engine_pb2.Submission, generation: Generation) -> int:
-        """Sends a request, whose handle is set here and returned. Raises MessageTooLarge."""
+    def submit(self, submission: engine_pb2.Submission, samples: Sequence[Generation]) -> int:
+        """Sends a request, whose handle is set here and returned: the first sample's. Raises
+        MessageTooLarge."""
         if self._error is not None:
             raise copy(self._error)
-        submission.handle = self._free_handle()
+        submission.handle = first = self._free_handles(len(samples))
         size = submission.ByteSize() + _FRAMING_BYTES
         if size > self._limit_bytes:
             raise MessageTooLarge(
@@ -95,10 +100,11 @@ class EngineStream:
                 f"the engine takes messages of {self._limit_bytes}",
                 field="prompt",
             )
-        self._live[submission.handle] = generation
+        self._live.update(enumerate(samples, first))
+        self._num_samples[first] = len(samples)
         self._submissions.append((submission, size))
         self._outgoing.set()
-        return submission.handle
+        return first
 
     def cancel(self, handle: int) -> None:
         if handle in self._live and self._error is None:
@@ -114,13 +120,17 @@ class EngineStream:
 
     # ----
 
-    def _free_handle(self) -> int:
-        handle = self._last_handle
+    def _free_handles(self, count: int) -> int:
+        """The first of so many consecutive handles that are not in use."""
+        first = self._last_handle + 1
         while True:
-            handle = handle % _LAST_HANDLE + 1
-            if handle not in self._live:
-                self._last_handle = handle
-                return handle
+            if first + count - 1 > _LAST_HANDLE:
+                first = 1
+            used = [handle for handle in range(first, first + count) if handle in self._live]
+            if not used:
+                self._last_handle = first + count - 1
+                return first
+            first = used[-1] + 1
 
     async def _write(self) -> None:
         try:
@@ -168,6 +178,7 @@ class EngineStream:
     def _dispatch(self, message: engine_pb2.GenerateResponse) -> None:
         live = self._live
         for accepted in message.accepted:
+            self._num_samples.pop(accepted.handle, None)
             live[accepted.handle].accept(accepted)
         following = self._append(message.output)
         for finished in message.finished:
@@ -175,7 +186,9 @@ class EngineStream:
         for generation in following:
             generation.advance()
         for rejected in message.rejected:
-            live.pop(rejected.handle).fail(from_service(rejected.status))
+            count = self._num_samples.pop(rejected.handle)
+            for handle in range(rejected.handle, rejected.handle + count):
+                live.pop(handle).fail(from_service(rejected.status))
 
     def _append(self, output: engine_pb2.StepOutput) -> list[Generation]:
         """Adds a message's tokens to their requests; returns those that act on each piece."""

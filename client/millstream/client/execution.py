@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
+import random
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
 from millstream.client.engine_stream import EngineStream
-from millstream.client.generation import Generation
 from millstream.client.jobs import Job
+from millstream.client.retries import delay_s
+from millstream.client.samples import Samples
 from millstream.client.services import Services
+from millstream.client.submission import submit
 from millstream.client.text import TextStream
 from millstream.client.types import Output
 from millstream.rpc.errors import (
@@ -30,7 +34,6 @@ _CALL_ITEMS = 128  # in one Encode or Decode call
 _CALL_SIZE = 1024 * 1024  # characters or ids in one
 _CALLS = 4  # at once
 _CLOSED = "the client was closed"
-_RETRY_S = 0.1  # after QueueFull without a hint
 
 _NO_INPUTS_FAULT = (EngineUnavailable, DeadlineExceeded, EngineFault)
 
@@ -56,6 +59,7 @@ class Executor:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._calls = asyncio.Semaphore(_CALLS)
+        self._rng = random.Random()
 
     async def run(
         self,
@@ -88,15 +92,26 @@ class Executor:
                 raise outcome
         return outcomes[0] if one else outcomes
 
-    async def start(self, job: Job) -> Generation:
-        """Submits one job, to be followed piece by piece."""
+    async def start(self, job: Job) -> Samples:
+        """Submits one job, to be followed piece by piece; again, as often as it allows, if the
+        queue is full."""
         deadline = _deadline(job)
         with _closing_told():
             (encoded,) = await self._encode_jobs([job])
         if isinstance(encoded, MillstreamError):
             raise encoded
         engine, text = await self._streams(job)
-        return _submit(engine, text, job, deadline, follow=True)
+        for attempt in range(job.max_retries or 0):
+            samples = submit(engine, text, job, deadline, follow=True)
+            try:
+                await samples.answered()
+            except BaseException:
+                samples.cancel()
+                raise
+            if (full := samples.found_queue_full) is None:
+                return samples
+            await self._wait_for_room(full, attempt, deadline)
+        return submit(engine, text, job, deadline, follow=True)
 
     async def encode(
         self, inputs: Sequence[tokenizer_pb2.EncodeInput], *, add_special_tokens: bool
@@ -133,20 +148,25 @@ class Executor:
     async def _run_job(self, job: Job, deadline: float | None) -> Output:
         """Submits an encoded job, again while the queue is full, and waits for its output."""
         engine, text = await self._streams(job)
-        await _until(deadline, engine.places.acquire())
+        places = await _until(deadline, engine.places.take(job.num_samples))
         try:
-            while True:
-                generation = _submit(engine, text, job, deadline, follow=bool(job.stop))
+            for attempt in itertools.count():
+                samples = submit(engine, text, job, deadline, follow=bool(job.stop))
                 try:
-                    await generation.wait_done()
+                    await samples.wait_done()
                 finally:
-                    generation.cancel()  # if this task was
-                try:
-                    return generation.output()
-                except QueueFull as full:
-                    await _until(deadline, asyncio.sleep(full.retry_after_s or _RETRY_S))
+                    samples.cancel()  # if this task was
+                full = samples.found_queue_full
+                if full is None or attempt == job.max_retries:
+                    return samples.output()
+                await self._wait_for_room(full, attempt, deadline)
         finally:
-            engine.places.release()
+            engine.places.give_back(places)
+        raise AssertionError("it counts for ever")
+
+    async def _wait_for_room(self, full: QueueFull, attempt: int, deadline: float | None) -> None:
+        seconds = delay_s(full.retry_after_s, attempt, self._rng)
+        await _until(deadline, asyncio.sleep(seconds))
 
     async def _streams(self, job: Job) -> tuple[EngineStream, TextStream | None]:
         if job.source is None and not job.detokenize:
@@ -187,58 +207,16 @@ class Executor:
         return [item for part in parts for item in part]
 
 
-def _submit(
-    engine: EngineStream, text: TextStream | None, job: Job, deadline: float | None, *, follow: bool
-) -> Generation:
-    submission = job.submission
-    if deadline is not None:
-        left_s = deadline - asyncio.get_running_loop().time()
-        if left_s <= 0:
-            raise DeadlineExceeded(f"timeout_s: {job.timeout_s:g} s passed before it could start")
-        submission.timeout_ms = max(1, round(left_s * 1000))
-    generation = Generation(
-        prompt_token_ids=submission.token_ids,
-        follow=follow,
-        include_stop=job.include_stop,
-        # A match inside a longer stop string waits for that one: it may end before tokens that have
-        # been answered for.
-        hold_ids=_nested(job.stop),
-    )
-    session = None
-    if text is not None and job.detokenize:
-        session = text.open(
-            generation,
-            stop=job.stop,
-            min_tokens=job.min_tokens,
-            include_stop=job.include_stop,
-            skip_special_tokens=job.skip_special_tokens,
-        )
-    try:
-        handle = engine.submit(submission, generation)
-    except MillstreamError:
-        if session is not None:
-            session.discard()
-        raise
-    generation.bind(cancel=functools.partial(engine.cancel, handle), text=session)
-    return generation
-
-
-def _nested(stop: Sequence[str]) -> bool:
-    """Whether a stop string lies inside another one, apart from its ends."""
-    texts = set(stop)
-    return any(inner in outer[1:-1] for outer in texts if len(outer) > 2 for inner in texts)
-
-
 def _deadline(job: Job) -> float | None:
     if job.timeout_s is None:
         return None
     return asyncio.get_running_loop().time() + job.timeout_s
 
 
-async def _until(deadline: float | None, waiting: Awaitable[Any]) -> None:
+async def _until(deadline: float | None, waiting: Awaitable[T]) -> T:
     try:
         async with asyncio.timeout_at(deadline):
-            await waiting
+            return await waiting
     except TimeoutError:
         raise DeadlineExceeded("timeout_s: it passed before the engine had room") from None
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Protocol
 
 from millstream.client.naming import from_service
 from millstream.client.types import Delta, FinishReason, Output, Timings, Usage
 from millstream.rpc.errors import EngineFault, MillstreamError
+from millstream.rpc.sampling_params import SamplingParams, from_proto
 from millstream.v1 import engine_pb2
 
 
@@ -46,6 +48,8 @@ class Generation:
         "_finished",
         "_hold_ids",
         "_include_stop",
+        "_sample",
+        "_sampling",
         "_shown",
         "_stop_string",
         "_text",
@@ -60,16 +64,21 @@ class Generation:
         self,
         *,
         prompt_token_ids: Sequence[int],
+        changed: asyncio.Event,
+        sampling: SamplingParams,
+        sample: int = 0,
         follow: bool = False,
-        include_stop: bool = False,
         hold_ids: bool = False,
     ) -> None:
-        """`follow`: act on each piece, not only at the end; for streams and stop strings.
-        `hold_ids`: show no ids before the end."""
+        """`changed`: set when there is something for the reader. `sampling`: what the user asked
+        for. `sample`: its number among the samples of the prompt. `follow`: act on each piece, not
+        only at the end; for streams and stop strings. `hold_ids`: show no ids before the end."""
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.follow = follow
-        self._include_stop = include_stop
+        self._sampling = sampling
+        self._sample = sample
+        self._include_stop = sampling.include_stop
         self._hold_ids = hold_ids
         self._text: TextSink | None = None
         self._cancel: Callable[[], None] | None = None
@@ -83,7 +92,7 @@ class Generation:
         self._fed = 0  # tokens given to the text session
         self._confirmed = 0  # tokens that a reader may see
         self._shown = 0  # tokens that `take` returned
-        self._changed = asyncio.Event()
+        self._changed = changed
 
     def bind(self, *, cancel: Callable[[], None], text: TextSink | None) -> None:
         """Called once, at submission: how to cancel at the engine, and the text session."""
@@ -95,6 +104,7 @@ class Generation:
 
     def accept(self, accepted: engine_pb2.Accepted) -> None:
         self._accepted = accepted
+        self._changed.set()
 
     def advance(self) -> None:
         """Passes on the tokens that came since the last call."""
@@ -163,10 +173,15 @@ class Generation:
             return True
         return self._finished is not None and self._text_closed
 
-    async def wait_done(self) -> None:
-        while not self.done:
-            await self._changed.wait()
-            self._changed.clear()
+    @property
+    def error(self) -> MillstreamError | None:
+        """Why it failed, if it did."""
+        return self._error
+
+    @property
+    def answered(self) -> bool:
+        """Whether the engine took it or it failed."""
+        return self._accepted is not None or self.done
 
     def cancel(self) -> None:
         """The reader wants no more; idempotent."""
@@ -174,15 +189,14 @@ class Generation:
             self._cancel()
         self._drop_text()
 
-    async def next_delta(self) -> Delta:
-        """What came since the last call, at least something; the last one has the finish reason."""
-        while True:
-            if self._error is not None:
-                raise copy(self._error)
-            if self.done or self._texts or self._confirmed > self._shown:
-                return self._take()
-            await self._changed.wait()
-            self._changed.clear()
+    def news(self) -> Delta | None:
+        """What came since the last call, None if nothing did; the last one has the finish reason.
+        Raises the request's error."""
+        if self._error is not None:
+            raise copy(self._error)
+        if self.done or self._texts or self._confirmed > self._shown:
+            return self._take()
+        return None
 
     def output(self) -> Output:
         """The whole; raises the request's error. Call it when done."""
@@ -192,6 +206,7 @@ class Generation:
         assert delta.finish_reason is not None
         assert delta.usage is not None
         assert delta.timings is not None
+        assert delta.sampling is not None
         accepted = self._accepted or engine_pb2.Accepted()
         return Output(
             text=delta.text,
@@ -202,7 +217,8 @@ class Generation:
             timings=delta.timings,
             prompt_token_ids=list(self.prompt_token_ids),
             request_id=accepted.request_id,
-            seed=accepted.sampling.seed if accepted.sampling.HasField("seed") else None,
+            sampling=delta.sampling,
+            seed=delta.sampling.seed,
         )
 
     # ----
@@ -222,7 +238,7 @@ class Generation:
         token_ids = self.token_ids[self._shown : self._confirmed]
         self._shown = self._confirmed
         if not self.done:
-            return Delta(text=text, token_ids=token_ids)
+            return Delta(text=text, token_ids=token_ids, sample=self._sample)
         finished = self._finished
         assert finished is not None
         if self._stop_string is None and finished.reason not in _REASONS:
@@ -238,6 +254,18 @@ class Generation:
                 output_tokens=len(self.token_ids) if self._cut is None else self._cut,
             ),
             timings=_timings(finished.timings),
+            sample=self._sample,
+            sampling=self._resolved_sampling(),
+        )
+
+    def _resolved_sampling(self) -> SamplingParams:
+        """What the engine made of the user's parameters, and those that are about text."""
+        accepted = self._accepted or engine_pb2.Accepted()
+        return replace(
+            from_proto(accepted.sampling),
+            stop=self._sampling.stop_strings,
+            include_stop=self._sampling.include_stop,
+            skip_special_tokens=self._sampling.skip_special_tokens,
         )
 
     def _stop_reason(self, finished: engine_pb2.Finished) -> int | str | None:

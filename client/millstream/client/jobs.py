@@ -14,8 +14,19 @@ from typing import Any, TypedDict, overload
 
 from millstream.rpc.errors import InvalidArgument, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, to_proto
-from millstream.rpc.values import check_bool, check_float, check_ids, check_text, refusal
+from millstream.rpc.values import (
+    UINT32_MAX,
+    check_bool,
+    check_float,
+    check_ids,
+    check_int,
+    check_text,
+    refusal,
+)
 from millstream.v1 import engine_pb2, tokenizer_pb2
+
+_INT32 = (-(2**31), 2**31 - 1)
+_MAX_SAMPLES = 1024  # handles that a request may take; the engine's own limit is lower
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # "role", "content", and what the chat template knows besides
@@ -28,6 +39,11 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None  # ends the request with DeadlineExceeded, queueing included
     cache_salt: str  # prefix-cache blocks are shared only between equal salts
     request_id: str | Sequence[str]  # for logs; one per prompt
+    priority: int  # smaller is served first; default 0
+    # How often a request that finds the engine's queue full is sent again, each time after the wait
+    # that the engine asks for and up to half as long again; then QueueFull is raised. Default:
+    # until it has room (or timeout_s) in generate and chat, never in streams.
+    max_retries: int | None
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -49,13 +65,14 @@ class Job:
     submission: engine_pb2.Submission
     detokenize: bool
     timeout_s: float | None
+    max_retries: int | None
+    sampling: SamplingParams
     stop: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
 
     @property
-    def min_tokens(self) -> int:
-        return self.submission.sampling.min_tokens
+    def num_samples(self) -> int:
+        """As asked for: the engine has not seen it yet."""
+        return max(1, min(self.sampling.n or 1, _MAX_SAMPLES))
 
 
 def is_one_prompt(prompt: object) -> bool:
@@ -148,6 +165,9 @@ def _job(
     if not isinstance(params, SamplingParams):
         raise refusal("sampling_params", "SamplingParams", params)
     stop = params.stop_strings
+    check_bool("include_stop", params.include_stop)
+    check_bool("skip_special_tokens", params.skip_special_tokens)
+    max_retries = options.get("max_retries")
     detokenize = _flag("detokenize", options, default=True)
     if stop and not detokenize:
         raise InvalidArgument("stop: stop strings need detokenize=True", field="stop")
@@ -158,12 +178,15 @@ def _job(
             sampling=to_proto(params),
             request_id=check_text("request_id", request_id),
             cache_salt=check_text("cache_salt", options.get("cache_salt", "")),
+            priority=check_int("priority", options.get("priority", 0), *_INT32),
         ),
         detokenize=detokenize,
         timeout_s=_timeout(options.get("timeout_s")),
+        max_retries=None
+        if max_retries is None
+        else check_int("max_retries", max_retries, 0, UINT32_MAX),
+        sampling=params,
         stop=stop,
-        include_stop=check_bool("include_stop", params.include_stop),
-        skip_special_tokens=check_bool("skip_special_tokens", params.skip_special_tokens),
     )
 
 

@@ -13,7 +13,12 @@ import grpc
 from millstream.client.connection import Connection
 from millstream.client.engine_stream import EngineStream, Observer
 from millstream.client.text import TextStream
-from millstream.rpc.errors import EngineUnavailable, FingerprintMismatch, MillstreamError
+from millstream.rpc.errors import (
+    EngineUnavailable,
+    FingerprintMismatch,
+    InvalidArgument,
+    MillstreamError,
+)
 from millstream.rpc.values import check_text, refusal
 from millstream.v1 import engine_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -30,10 +35,14 @@ class Services:
         engine: str | None,
         tokenizer: str | None,
         timeout_s: float,
+        api_key: str = "",
         observer: Observer | None = None,
     ) -> None:
         """Targets, None for a service that is not needed; `timeout_s`: how long to wait for one.
         Raises InvalidArgument."""
+        if not check_text("api_key", api_key).isprintable() or not api_key.isascii():
+            raise InvalidArgument("api_key: printable ASCII only", field="api_key")
+        self._api_key = api_key
         for name, target in (("engine", engine), ("tokenizer", tokenizer)):
             if target is not None and not check_text(name, target):
                 raise refusal(name, "a gRPC target such as localhost:50051", target)
@@ -101,7 +110,7 @@ class Services:
                 await connection.close()
 
     async def _open_engine(self) -> EngineStream:
-        return await EngineStream.open(self._engine_connection(), self._observer)
+        return await EngineStream.open(self._engine_connection(), self._observer, self._api_key)
 
     async def _open_text(self) -> TextStream:
         return await TextStream.connect(self._tokenizer_connection())

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from millstream.client.generation import Generation
+from millstream.client.samples import Samples
 from millstream.client.types import Delta
 
 
@@ -15,9 +15,9 @@ class Stream:
     """The request starts with the first item. A loop that is left (break, exception, cancelled
     task, garbage collection, aclose) cancels it; items that were not read in time come merged."""
 
-    def __init__(self, start: Callable[[], Awaitable[Generation]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[Samples]]) -> None:
         self._start = start
-        self._generation: Generation | None = None
+        self._samples: Samples | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = False
 
@@ -28,15 +28,14 @@ class Stream:
         if self._ended:
             raise StopAsyncIteration
         try:
-            if self._generation is None:
+            if self._samples is None:
                 self._loop = asyncio.get_running_loop()
-                self._generation = await self._start()
-            delta = await self._generation.next_delta()
+                self._samples = await self._start()
+            delta = await self._samples.next_delta()
         except BaseException:
             self.cancel()
             raise
-        if delta.finish_reason is not None:
-            self._ended = True
+        self._ended = self._samples.all_read
         return delta
 
     async def aclose(self) -> None:
@@ -47,8 +46,8 @@ class Stream:
         """The same, to be called on the event loop."""
         if not self._ended:
             self._ended = True
-            if self._generation is not None:
-                self._generation.cancel()
+            if self._samples is not None:
+                self._samples.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -63,7 +62,7 @@ class Stream:
 
     def __del__(self) -> None:
         # `break` does not call aclose; and the collector may run on any thread.
-        if not self._ended and self._generation is not None and self._loop is not None:
-            cancel = self._generation.cancel
+        if not self._ended and self._samples is not None and self._loop is not None:
+            cancel = self._samples.cancel
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(cancel)

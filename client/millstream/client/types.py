@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from millstream.rpc.sampling_params import SamplingParams
 from millstream.v1 import engine_pb2, tokenizer_pb2
 
 
@@ -53,6 +54,13 @@ class Output:
     prompt_token_ids: list[int]
     request_id: str
     seed: int | None  # gives the same answer again
+    sampling: SamplingParams  # every parameter as it was resolved; gives the same answer again
+    other_samples: list[Output] = field(default_factory=list)  # with n > 1: this is the first
+
+    @property
+    def samples(self) -> list[Output]:
+        """All n samples of the prompt."""
+        return [self, *self.other_samples]
 
     def to_dict(self) -> dict[str, Any]:
         """nano-vllm's form of a result."""
@@ -70,6 +78,8 @@ class Delta:
     stop_reason: int | str | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    sampling: SamplingParams | None = None  # as in Output
+    sample: int = 0  # of which of the n samples: 0 to n - 1; each has a last delta
 
 
 class Health(enum.StrEnum):

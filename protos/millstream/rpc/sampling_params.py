@@ -108,6 +108,23 @@ def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
     return message
 
 
+def from_proto(message: engine_pb2.SamplingParams) -> SamplingParams:
+    """The parameters that to_proto makes this of; a field that is not set stays unset."""
+    values: dict[str, Any] = {
+        descriptor.name: value
+        for descriptor, value in message.ListFields()
+        if descriptor.name in _SCALARS
+    }
+    return SamplingParams(
+        **values,
+        stop_token_ids=list(message.stop_token_ids),
+        allowed_token_ids=list(message.allowed_token_ids),
+        logit_bias=dict(message.logit_bias) or None,
+        bad_words=[list(word.token_ids) for word in message.bad_words],
+        choice=list(message.choice.values),
+    )
+
+
 _uint32 = partial(check_int, low=0, high=UINT32_MAX)
 
 _SCALARS: Mapping[str, Callable[[str, Any], Any]] = {

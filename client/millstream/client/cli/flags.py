@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from millstream.client.client import Client
+from millstream.client.jobs import RequestOptions
 from millstream.client.launch import import_service
 from millstream.client.types import Output
 from millstream.rpc.parsing import number
@@ -58,7 +60,7 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "presence_penalty": {"type": float, "help": "-2 to 2; default: 0"},
     "frequency_penalty": {"type": float, "help": "-2 to 2; default: 0"},
     "repetition_penalty": {"type": float, "help": "above 0; default: 1"},
-    "n": {"type": int, "help": "samples per prompt; only 1 so far"},
+    "n": {"type": int, "help": "so many answers; default: 1"},
     "logit_bias": {"type": _bias, "action": "append", "help": "repeatable"},
     "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "only these"},
     "bad_words": {"action": "append", "metavar": "TEXT", "help": "never this; repeatable"},
@@ -93,6 +95,37 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
         type=number(float, 0.01, 1e6),
         default=10.0,
         help="how long to wait until they serve; default: 10",
+    )
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("request")
+    group.add_argument("--timeout-s", type=float, help="give up after so many seconds")
+    group.add_argument("--priority", type=int, default=0, help="smaller is served first; default 0")
+    group.add_argument(
+        "--max-retries",
+        type=int,
+        default=0,
+        help="how often to come again when the engine's queue is full; default: 0",
+    )
+    group.add_argument(
+        "--api-key", default="", help="whose part of the engine this uses; default: its own"
+    )
+
+
+def request_options(args: argparse.Namespace) -> RequestOptions:
+    """What the request flags say, but for the key, which is the client's."""
+    return {
+        "timeout_s": args.timeout_s,
+        "priority": args.priority,
+        "max_retries": args.max_retries,
+    }
+
+
+def client(args: argparse.Namespace) -> Client:
+    """The client that the connection and request flags describe."""
+    return Client(
+        args.engine, args.tokenizer, timeout_s=args.connect_timeout_s, api_key=args.api_key
     )
 
 

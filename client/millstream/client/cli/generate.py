@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 
 from millstream.client.cli import flags
-from millstream.client.client import Client
+from millstream.client.types import Delta, Output
 from millstream.rpc.values import check_text
 
 HELP = "answer a prompt, or complete it"
@@ -26,37 +27,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--raw", action="store_false", dest="chat", default=None, help="go on with the text itself"
     )
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    parser.add_argument("--timeout-s", type=float, help="give up after so many seconds")
     flags.add_connection_flags(parser)
+    flags.add_request_flags(parser)
     flags.add_sampling_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     check_text("prompt", prompt)  # before anything is connected
-    params = flags.sampling_params(args)
+    params, options = flags.sampling_params(args), flags.request_options(args)
     conversation = [{"role": "user", "content": prompt}]
-    with Client(args.engine, args.tokenizer, timeout_s=args.connect_timeout_s) as client:
+    with flags.client(args) as client:
         chat = args.chat
         if chat is None:
             tokenizer = client.info().tokenizer
             chat = tokenizer is not None and tokenizer.has_chat_template
-        if args.json:
+        if args.json or (params.n or 1) > 1:
             if chat:
-                output = client.chat(conversation, params, timeout_s=args.timeout_s)
+                output = client.chat(conversation, params, **options)
             else:
-                output = client.generate(prompt, params, timeout_s=args.timeout_s)
-            print(json.dumps(flags.as_json(output), ensure_ascii=False))
-            return 0
-        if chat:
-            deltas = client.chat_stream(conversation, params, timeout_s=args.timeout_s)
+                output = client.generate(prompt, params, **options)
+            if args.json:
+                print(json.dumps(flags.as_json(output), ensure_ascii=False))
+            else:
+                _print_samples(output)
+        elif chat:
+            _print_deltas(client.chat_stream(conversation, params, **options))
         else:
-            deltas = client.stream(prompt, params, timeout_s=args.timeout_s)
-        empty = True
-        for delta in deltas:
-            print(delta.text, end="", flush=True)
-            empty = empty and not delta.text
-        print()
-        if empty:
-            print("(the model says nothing)", file=sys.stderr)
+            _print_deltas(client.stream(prompt, params, **options))
     return 0
+
+
+def _print_samples(output: Output) -> None:
+    for number, sample in enumerate(output.samples, 1):
+        print(f"[{number}/{len(output.samples)}]")
+        print(sample.text)
+
+
+def _print_deltas(deltas: Iterable[Delta]) -> None:
+    empty = True
+    for delta in deltas:
+        print(delta.text, end="", flush=True)
+        empty = empty and not delta.text
+    print()
+    if empty:
+        print("(the model says nothing)", file=sys.stderr)
