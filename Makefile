@@ -6,7 +6,7 @@ PROMPT ?= What is the capital of France?
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test check proto bench up compose-test examples examples-test clean
+.PHONY: setup demo test check proto bench up compose-test examples examples-test gateway-setup gateway-test clean
 
 setup: .venv/.stamp
 
@@ -63,6 +63,16 @@ examples: setup
 
 examples-test: examples
 	$(BIN)/python -m pytest -m examples tests/e2e/test_examples.py
+
+gateway-setup: .venv/.gateway-stamp
+
+.venv/.gateway-stamp: .venv/.stamp
+	$(PIP) install -c constraints.txt -e ".[gateway-test]"
+	touch $@
+
+# Shepherd Model Gateway and OpenAI's client in front of one engine and of two.
+gateway-test: gateway-setup
+	$(BIN)/python -m pytest -m gateway --durations=5 tests/gateway
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parent.parent
 _BASE = _ROOT / "docker-compose.yml"
 _GPU = _ROOT / "deploy/docker-compose.gpu.yml"
 _DOCKERFILE = (_ROOT / "deploy/Dockerfile").read_text()
-_SERVICES = {"model", "tokenizer", "engine", "client"}
+_SERVICES = {"model", "tokenizer", "engine", "client", "gateway"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -105,6 +105,24 @@ def test_rendered_model_folder_goes_before_the_id(folder: str) -> None:
         assert volume["target"] == os.path.normpath(f"/models/{folder}")
 
 
+def test_the_gateway_is_a_profile_in_front_of_the_engine() -> None:
+    service = _load(_BASE)["services"]["gateway"]
+    assert service["profiles"] == ["gateway"]
+    assert service["depends_on"] == {"engine": {"condition": "service_healthy"}}
+    rendered = _render(_BASE)["gateway"]
+    assert rendered["command"] == ["--worker-urls", "grpc://engine:50051"]
+    (port,) = rendered["ports"]
+    assert (port["host_ip"], port["target"], port["published"]) == ("127.0.0.1", 30000, "30000")
+    two = _render(
+        _BASE, GATEWAY_WORKERS="grpc://engine:50051 grpc://b:1", GATEWAY_ARGS="--policy random",
+        GATEWAY_PORT="8000",
+    )["gateway"]  # fmt: skip
+    assert two["command"] == [
+        *("--worker-urls", "grpc://engine:50051", "grpc://b:1", "--policy", "random")
+    ]
+    assert two["ports"][0]["published"] == "8000"
+
+
 def test_gpu_file_reserves_one_gpu_for_the_engine() -> None:
     engine = _load(_GPU)["services"]["engine"]
     (device,) = engine["deploy"]["resources"]["reservations"]["devices"]
@@ -156,6 +174,8 @@ def test_dockerfile_stages() -> None:
             r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM|\Z)", _DOCKERFILE, re.M | re.S
         )
     }
+    assert "wheel" not in stages["gateway"], "nothing of ours"
+    assert "\nUSER " in stages["gateway"] and "HEALTHCHECK" in stages["gateway"]
     for name in ("client", "tokenizer", "engine"):
         stage = stages[name]
         order = [f"COPY --from={name}-build", "COPY --from=wheel", "\nUSER ", "\nENTRYPOINT"]
