@@ -16,7 +16,7 @@ import time
 import torch
 
 from millstream.engine.core import EngineCore
-from millstream.engine.graphs import Decode, DecodeGraphs, batch_sizes
+from millstream.engine.graphs import Decode, DecodeGraphs, Kind, batch_sizes
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import Request, Sampling
 from millstream.engine.results import CpuResults
@@ -24,8 +24,8 @@ from millstream.engine.slots import SlotTable
 
 
 class StubGraph:
-    def __init__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> None:
-        self.token_ids = decode(slots, filtered)
+    def __init__(self, decode: Decode, slots: torch.Tensor, kind: Kind) -> None:
+        self.output = decode(slots, kind)
 
     def replay(self) -> None:
         pass
@@ -61,11 +61,11 @@ class StubRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> None:
         layout = self._slots.apply(plan)
-        assert not self._slots.has_bans(layout)
+        assert not layout.host.special
         if plan.chunks:
             token_ids = torch.full((len(layout.sample_slots),), 5)
         else:
-            token_ids = self._graphs(layout)
+            token_ids = self._graphs(layout, Kind.PLAIN)
         self._slots.note_advance(layout)
         self._results.put(plan.step, token_ids)
 

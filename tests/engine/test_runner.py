@@ -167,7 +167,6 @@ def step(scheduler: Scheduler, table: SlotTable) -> tuple[BatchLayout, SamplingR
     assert plan is not None
     layout = table.apply(plan)
     rows = table.sampling_rows(layout)
-    assert table.has_bans(layout) == (rows.ban is not None)
     count = len(layout.sample_slots)
     table.advance(table.batch(layout), layout.sample_slots, torch.full((count,), 5))
     table.note_advance(layout)
@@ -189,6 +188,7 @@ def test_steady_decode_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(10):
         again = step(scheduler, table)
         assert again[0] is first[0] and again[1] is first[1]
+        assert not again[0].host.special
 
 
 def test_parameters_of_a_mixed_batch_go_to_their_rows() -> None:
@@ -212,22 +212,6 @@ def test_parameters_of_a_mixed_batch_go_to_their_rows() -> None:
     greedy = make_table(2)
     scheduler = start_decoding(greedy, [Sampling(max_tokens=9, temperature=0.0)] * 2)
     assert step(scheduler, greedy)[1].random is None
-
-
-def test_bans_end_with_min_tokens() -> None:
-    """The first token is that of the prompt's chunk; six of seven decodes are banned from EOS."""
-    table = make_table(2)
-    scheduler = start_decoding(
-        table, [Sampling(max_tokens=20, stop_token_ids=(9, 3))] * 2, min_tokens=7
-    )
-    banned = []
-    for _ in range(8):
-        ban = step(scheduler, table)[1].ban
-        banned.append(ban is not None)
-        if ban is not None:
-            assert ban.token_ids.tolist() == [[3, 7, 9]] * 2
-            assert ban.min_positions.tolist() == [10, 10]
-    assert banned == [True] * 6 + [False] * 2
 
 
 def test_dynamic_rope_is_told_the_prompt_length() -> None:
@@ -403,5 +387,5 @@ def test_the_scratch_block_alone_is_enough_for_a_warm_up(folder: Path) -> None:
     runner._slots = SlotTable(max_num_seqs=256, max_model_len=512, block_size=4, device=CPU)
     plan = warm_up_plan(runner._resolved, 300)
     with torch.inference_mode():
-        token_ids = runner._step(runner._slots.apply(plan))
+        token_ids = runner._step(runner._take(plan)).token_ids
     assert len(token_ids) == 256

@@ -12,7 +12,6 @@ import torch
 
 from millstream.engine.sampling import (
     ALL_GREEDY,
-    Ban,
     SamplingRows,
     exponential_noise,
     exponential_noise_rows,
@@ -45,7 +44,6 @@ def rows_of(
     top_k: list[int] | None = None,
     top_p: list[float] | None = None,
     min_p: list[float] | None = None,
-    ban: Ban | None = None,
 ) -> SamplingRows:
     """SamplingRows of rows that are all random, with filters where they are not off."""
     count = len(temperature)
@@ -61,7 +59,6 @@ def rows_of(
         top_p_rows=torch.tensor(with_p) if with_p else None,
         top_p=torch.tensor([top_p[row] for row in with_p]) if top_p and with_p else None,
         min_p=torch.tensor(min_p) if min_p else None,
-        ban=ban,
     )
 
 
@@ -271,21 +268,21 @@ def test_a_row_samples_the_same_alone_and_in_a_crowd() -> None:
         assert together.tolist() == single
 
 
-def test_min_tokens_bans_rows_before_their_position_only() -> None:
-    logits = torch.zeros(3, 6)
-    logits[:, 4], logits[:, 2], logits[:, 0] = 3.0, 2.0, 1.0
-    ban = Ban(
-        rows=torch.tensor([0, 2]),
-        token_ids=torch.tensor([[4, 2], [4, -1]]),
-        min_positions=torch.tensor([10, 10]),
+def test_ids_at_minus_infinity_are_never_sampled() -> None:
+    """Whatever the filters: a mask leaves a row so, and one id of it at least."""
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    logits[:, 3:] = -torch.inf
+    logits[5, :2] = -torch.inf
+    rows = rows_of(
+        temperature=[1.0, 1e-4, 1.0, 1.0, 1.0, 2.0],
+        top_k=[0, 0, 7, 0, 30, 2],
+        top_p=[1.0, 1.0, 1.0, 0.5, 1.0, 0.99],
+        min_p=[0.0, 0.0, 0.0, 0.0, 0.1, 0.9],
     )
-    rows = SamplingRows(random=None, temperatures=torch.empty(0), seeds=torch.empty(0), ban=ban)
-    assert sample(logits.clone(), torch.tensor([9, 9, 9]), rows).tolist() == [0, 4, 2]
-    assert sample(logits.clone(), torch.tensor([10, 9, 9]), rows).tolist() == [4, 4, 2]
-    random_rows = rows_of(temperature=[1.0, 1.0, 1.0], ban=ban)
-    for position in range(10):
-        got = sample(logits.clone(), torch.full((3,), position), random_rows).tolist()
-        assert got[0] not in (2, 4) and got[2] != 4
+    for position in range(50):
+        got = sample(logits.clone(), torch.full((6,), position), rows)
+        assert (got < 3).all() and got[5] == 2
+    assert sample(logits, torch.zeros(6, dtype=torch.int64), ALL_GREEDY)[5] == 2
 
 
 def test_no_rows() -> None:

@@ -11,7 +11,7 @@ from tests.tiny_models import make_tiny_model
 
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
-from millstream.engine.graphs import Decode, DecodeGraphs, batch_sizes
+from millstream.engine.graphs import Decode, DecodeGraphs, Kind, batch_sizes
 from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Request, Sampling
 from millstream.engine.runner import ModelRunner, create
@@ -50,14 +50,14 @@ def run(
 class FakeGraph:
     """Computes when it is replayed."""
 
-    def __init__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> None:
-        decode(slots, filtered)  # as when a graph is recorded
-        self.decode, self.slots, self.filtered = decode, slots, filtered
-        self.token_ids = torch.empty(0)
+    def __init__(self, decode: Decode, slots: torch.Tensor, kind: Kind) -> None:
+        decode(slots, kind)  # as when a graph is recorded
+        self.decode, self.slots, self.kind = decode, slots, kind
+        self.output = torch.empty(0)
         self.replays = 0
 
     def replay(self) -> None:
-        self.token_ids = self.decode(self.slots, self.filtered)
+        self.output = self.decode(self.slots, self.kind)
         self.replays += 1
 
 
@@ -133,7 +133,7 @@ def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:
     with torch.inference_mode():
         runner._kv_cache.data.fill_(float("nan"))
     assert run(runner, prompts, sampling) == expected
-    assert [*graphs._graphs] == [(4, False)]
+    assert [*graphs._graphs] == [(4, Kind.PLAIN)]
     written = runner._kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
     per_block = written.all(0).all(0).view(-1, 16).sum(1).tolist()
     assert written.any(0).any(0).sum() == sum(per_block), "a token has both key and value"
@@ -150,9 +150,9 @@ def test_a_steady_batch_writes_the_graphs_input_once(folder: Path) -> None:
     layouts = []
     call = graphs.__call__
 
-    def spy(layout: Any) -> torch.Tensor:
+    def spy(layout: Any, kind: Kind) -> torch.Tensor:
         layouts.append(layout)
-        return call(layout)
+        return call(layout, kind)
 
     runner._graphs = spy  # type: ignore[assignment]
     run(runner, PROMPTS[:2], GREEDY)

@@ -8,6 +8,7 @@ changes. Graphs are recorded largest first into one memory pool, which the other
 from __future__ import annotations
 
 import bisect
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,23 +17,32 @@ import torch
 
 from millstream.engine.layout import BatchLayout
 
-# Computes a decode step of slots [n], some of which may have filters; returns the sampled ids [n].
-# Reads nothing on the host but n.
-Decode = Callable[[torch.Tensor, bool], torch.Tensor]
+
+class Kind(enum.Enum):
+    """What a graph does after the forward."""
+
+    PLAIN = enum.auto()  # samples, without filters, and advances the slots
+    FILTERED = enum.auto()  # the same with filters
+    LOGITS = enum.auto()  # nothing: the logits are edited or scored before tokens are sampled
+
+
+# Computes a decode step of slots [n]; returns the sampled ids [n], or the logits [n, V]. Reads
+# nothing on the host but n.
+Decode = Callable[[torch.Tensor, Kind], torch.Tensor]
 
 
 class Graph(Protocol):
     """A recorded decode step."""
 
     @property
-    def token_ids(self) -> torch.Tensor:
-        """Its output, which each replay overwrites."""
+    def output(self) -> torch.Tensor:
+        """What Decode returned; each replay overwrites it."""
 
     def replay(self) -> None: ...
 
 
 # Records a decode step, without an effect on slots other than the padding slot.
-Record = Callable[[Decode, torch.Tensor, bool], Graph]
+Record = Callable[[Decode, torch.Tensor, Kind], Graph]
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -57,7 +67,7 @@ class DecodeGraphs:
         self._record = record
         self._sizes = sizes
         self._padding_slot = padding_slot
-        self._graphs: dict[tuple[int, bool], Graph] = {}  # by size, with filters or not
+        self._graphs: dict[tuple[int, Kind], Graph] = {}
         self._slots = torch.full((sizes[-1],), padding_slot, device=device)
         self._layout: BatchLayout | None = None  # whose slots are in the buffer
 
@@ -67,28 +77,28 @@ class DecodeGraphs:
         first = (self._sizes[-1], self._sizes[0])
         for size in (*first, *reversed(self._sizes[1:-1])):
             if size in first or is_time_left():
-                self._graph(size, False)
+                self._graph(size, Kind.PLAIN)
 
-    def __call__(self, layout: BatchLayout) -> torch.Tensor:
-        """Runs a step of decodes alone; the sampled ids [n], which the next call overwrites."""
+    def __call__(self, layout: BatchLayout, kind: Kind) -> torch.Tensor:
+        """Runs a step of decodes alone; its output, which the next call overwrites."""
         slots = layout.slots
         size = self._sizes[bisect.bisect_left(self._sizes, len(slots))]
-        graph = self._graph(size, layout.host.has_filters)
+        graph = self._graph(size, kind)
         if layout is not self._layout:
             self._slots[: len(slots)].copy_(slots)
             self._slots[len(slots) : size].fill_(self._padding_slot)
             self._layout = layout
         graph.replay()
-        return graph.token_ids[: len(slots)]
+        return graph.output[: len(slots)]
 
-    def _graph(self, size: int, filtered: bool) -> Graph:
-        graph = self._graphs.get((size, filtered))
+    def _graph(self, size: int, kind: Kind) -> Graph:
+        graph = self._graphs.get((size, kind))
         if graph is None:
             # Recording begins with a step that counts: none of a sequence's.
             self._slots.fill_(self._padding_slot)
             self._layout = None
-            graph = self._record(self._decode, self._slots[:size], filtered)
-            self._graphs[size, filtered] = graph
+            graph = self._record(self._decode, self._slots[:size], kind)
+            self._graphs[size, kind] = graph
         return graph
 
 
@@ -98,22 +108,22 @@ class CudaGraphRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, decode: Decode, slots: torch.Tensor, filtered: bool) -> Graph:
-        decode(slots, filtered)  # compiles kernels, gives libraries their workspaces
+    def __call__(self, decode: Decode, slots: torch.Tensor, kind: Kind) -> Graph:
+        decode(slots, kind)  # compiles kernels, gives libraries their workspaces
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            token_ids = decode(slots, filtered)
+            output = decode(slots, kind)
         finally:
             graph.capture_end()
-        return _CudaGraph(graph, token_ids)
+        return _CudaGraph(graph, output)
 
 
 @dataclass(frozen=True, slots=True)
 class _CudaGraph:
     graph: torch.cuda.CUDAGraph
-    token_ids: torch.Tensor
+    output: torch.Tensor
 
     def replay(self) -> None:
         self.graph.replay()

@@ -84,8 +84,7 @@ class SlotOps(Protocol):
         *,
         filtered: bool,
     ) -> Tensor:
-        """One token id [R] int64 for each row of logits [R, V], as sampling.sample would; for rows
-        without bans.
+        """One token id [R] int64 for each row of logits [R, V], as sampling.sample would.
 
         Args:
             positions: [R] int32 or int64, the index of the token to sample in prompt + output.

@@ -3,7 +3,7 @@
     step, flags, starts, appends, chunks, decodes        how many of each follow
     a start:   slot, prompt tokens, computed tokens, temperature's bits, seed, blocks, their ids
     an append: slot, block id
-    a chunk:   slot, start, samples, tokens, their ids
+    a chunk:   slot, start, samples, first target, tokens, targets, ids of both
     a decode:  slot
 
 Decodes that are the last plan's are not sent again: a steady step is six words. Of how a request
@@ -50,8 +50,10 @@ class PlanEncoder:
         for append in plan.block_appends:
             words += append
         for chunk in plan.chunks:
-            words += (chunk.slot, chunk.start, chunk.samples, len(chunk.token_ids))
+            words += (chunk.slot, chunk.start, chunk.samples, chunk.first_target)
+            words += (len(chunk.token_ids), len(chunk.target_ids))
             words += chunk.token_ids
+            words += chunk.target_ids
         if not flags & _SAME_DECODES:
             words += decode_slots
         return words
@@ -124,6 +126,12 @@ def _start(words: _Words) -> SlotStart:
 
 
 def _chunk(words: _Words) -> Chunk:
-    slot, start, samples, num_tokens = words.take(4)
-    token_ids = tuple(words.take(num_tokens))
-    return Chunk(slot=slot, start=start, token_ids=token_ids, samples=bool(samples))
+    slot, start, samples, first_target, num_tokens, num_targets = words.take(6)
+    return Chunk(
+        slot=slot,
+        start=start,
+        token_ids=tuple(words.take(num_tokens)),
+        samples=bool(samples),
+        first_target=first_target,
+        target_ids=tuple(words.take(num_targets)),
+    )

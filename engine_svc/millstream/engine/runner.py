@@ -8,33 +8,41 @@ memory steps take, KV cache sized from what is left, CUDA graphs. Then a step is
                                                                                 device state)
     -> copy of the sampled tokens to the host, which collect() waits for
 
-and a step of decodes alone is the same in one CUDA graph (graphs.py). On a GPU launch() only
-enqueues, so that two steps may be in flight. On a CPU it computes.
+and a step of decodes alone is the same in one CUDA graph (graphs.py). Where some row's logits are
+edited or scored (slot_edits.py), a graph ends with the logits and the rest is queued behind it. On
+a GPU launch() only enqueues, so that two steps may be in flight; it waits for the step before if a
+mask follows the tokens. On a CPU it computes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from millstream.engine import startup
 from millstream.engine.attention import allocate_kv_cache
 from millstream.engine.config import EngineConfig
-from millstream.engine.graphs import CudaGraphRecorder, DecodeGraphs
+from millstream.engine.graphs import CudaGraphRecorder, DecodeGraphs, Kind
 from millstream.engine.hardware import LoadError, detect, resolve
 from millstream.engine.layout import BatchLayout
+from millstream.engine.logprobs import StepScores
+from millstream.engine.models import Hidden
 from millstream.engine.parallel import Group
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.results import CpuResults, GpuResults
 from millstream.engine.rope_config import RopeType
 from millstream.engine.sampling import sample
 from millstream.engine.shard_sampling import ShardSampler
+from millstream.engine.slot_edits import SlotEdits
 from millstream.engine.slots import SlotTable
+from millstream.engine.uploads import Ints
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,13 @@ _CPU_WARM_UP_TOKENS = 16
 _RECORDING_S = 1.5
 # What a graph takes that fits in the largest one's memory pool: its nodes, attention's workspace.
 _GRAPH_BYTES = 8 << 20
+
+
+class Sampled(NamedTuple):
+    """What a step leaves on the device."""
+
+    token_ids: torch.Tensor  # [R] int64
+    scores: StepScores | None = None  # of a step whose logits were edited or scored
 
 
 class ModelRunner:
@@ -75,6 +90,8 @@ class ModelRunner:
             self._stream = torch.cuda.stream(stream)
         self._results = GpuResults(resolved) if resolved.on_gpu else CpuResults()
         self._ops = startup.make_ops(resolved, self._model_config)
+        # What graphs of Kind.LOGITS leave, one for all: a graph's own would stay as long as it.
+        self._logits: torch.Tensor | None = None
         with torch.inference_mode(), self._stream:
             started = time.monotonic()
             self._model = startup.load_model(
@@ -113,10 +130,12 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> None:
         with self._stream:
-            layout = self._slots.apply(plan)
-            token_ids = self._step(layout)
+            layout = self._take(plan)
+            sampled = self._step(layout)
             self._slots.note_advance(layout)
-            self._results.put(plan.step, token_ids)
+            tokens = self._results.put(plan.step, sampled.token_ids, sampled.scores)
+            if sampled.scores is not None:
+                self._edits.sampled(tokens)
 
     def collect(self) -> StepResult:
         return self._results.take()
@@ -125,40 +144,86 @@ class ModelRunner:
         """Frees the model and the KV cache. Nothing may be called afterwards."""
         if self._resolved.on_gpu:
             torch.cuda.synchronize(self._resolved.device)
-        del self._graphs, self._model, self._ops, self._kv_cache, self._slots, self._results
+        del self._graphs, self._logits, self._model, self._ops, self._kv_cache
+        del self._slots, self._edits, self._results
         if self._resolved.on_gpu:
             torch.cuda.empty_cache()
 
     # ---- a step
 
-    def _step(self, layout: BatchLayout) -> torch.Tensor:
-        """Computes a step from the slots' state, and leaves there what the next one reads.
+    def _take(self, plan: Plan) -> BatchLayout:
+        if plan.starts:
+            self._edits.start(plan.starts)
+        return self._slots.apply(plan)
 
-        Returns the sampled token ids [R] int64, on the device.
-        """
-        slots = self._slots
+    def _step(self, layout: BatchLayout) -> Sampled:
+        """Computes a step from the slots' state, and leaves there what the next one reads."""
+        slots, host = self._slots, layout.host
+        if host.special:
+            positions = slots.sample_positions(layout)
+            if self._edits.wanted(layout, positions):
+                return self._edited_step(layout, positions)
         if self._graphs is not None and self._in_graph(layout):
-            return self._graphs(layout)
+            kind = Kind.FILTERED if host.has_filters else Kind.PLAIN
+            return Sampled(self._graphs(layout, kind))
         batch = slots.batch(layout)
         logits = self._model(batch, self._kv_cache)
-        positions = batch.positions[layout.sample_rows] + 1
+        positions_on_device = batch.positions[layout.sample_rows] + 1
         if self._shards is None:
-            token_ids = self._sample(layout, logits, positions)
+            token_ids = self._sample(layout, logits, positions_on_device)
         else:
-            token_ids = self._sample_shards(self._shards, layout, logits, positions)
+            token_ids = self._sample_shards(self._shards, layout, logits, positions_on_device)
         slots.advance(batch, layout.sample_slots, token_ids)
-        return token_ids
+        return Sampled(token_ids)
 
     def _in_graph(self, layout: BatchLayout) -> bool:
         plan = layout.host.plan
-        return not (plan.chunks or plan.whole_rows or self._slots.has_bans(layout))
+        return not (plan.chunks or plan.whole_rows)
+
+    def _edited_step(self, layout: BatchLayout, positions: Ints) -> Sampled:
+        """The same where logits are edited or scored before tokens are sampled."""
+        slots, edits, ops = self._slots, self._edits, self._ops.on_slots
+        if self._graphs is not None and ops is not None and self._in_graph(layout):
+            logits = self._graphs(layout, Kind.LOGITS)
+            after = slots.state.computed[layout.slots] + 1
+            token_ids = self._edit_and_sample(layout, positions, after, logits)
+            ops.advance(layout.slots, token_ids, slots.state)
+            return Sampled(token_ids, edits.scores(None))
+        batch = slots.batch(layout)
+        hidden = self._model.hidden(batch, self._kv_cache)
+        logits = self._model.logits(hidden, batch.sample_rows)
+        after = batch.positions[layout.sample_rows] + 1
+        edit_and_sample = functools.partial(self._edit_and_sample, layout, positions, after)
+        if self._shards is None:
+            token_ids = edit_and_sample(logits)
+        else:
+            token_ids = self._shards.sample_whole(logits, edit_and_sample)
+        slots.advance(batch, layout.sample_slots, token_ids)
+        return Sampled(token_ids, edits.scores(functools.partial(self._whole_logits, hidden)))
+
+    def _edit_and_sample(
+        self,
+        layout: BatchLayout,
+        positions: Ints,
+        positions_on_device: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Token ids [R] of logits [R, vocab_size], after edits."""
+        edited = self._edits.edit(logits, positions)
+        token_ids = self._sample(layout, edited, positions_on_device)
+        self._edits.settle(logits, token_ids)
+        return token_ids
+
+    def _whole_logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] of some tokens of a step."""
+        logits = self._model.logits(hidden, rows)
+        return logits if self._shards is None else self._shards.whole_rows(logits)
 
     def _sample(
         self, layout: BatchLayout, logits: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Token ids [R] of logits [R, vocab_size]."""
-        slots = self._slots
-        ops = None if slots.has_bans(layout) else self._ops.on_slots
+        slots, ops = self._slots, self._ops.on_slots
         if ops is None:
             return sample(logits.float(), positions, slots.sampling_rows(layout))
         return ops.sample(
@@ -184,14 +249,20 @@ class ModelRunner:
             return shards.sample(logits.float(), positions, slots.sampling_rows(layout))
         return shards.sample_slots(logits, positions, layout.sample_slots, slots.sampling, ops)
 
-    def _decode(self, slots: torch.Tensor, filtered: bool) -> torch.Tensor:
-        """The step that a CUDA graph records: `slots` [n] decode, sampled with filters or not."""
+    def _decode(self, slots: torch.Tensor, kind: Kind) -> torch.Tensor:
+        """The step that a CUDA graph records: `slots` [n] decode."""
         table, ops = self._slots, self._ops.on_slots
         assert ops is not None, "resolve chose graphs for ops that can"
         batch = table.decode_batch(slots, ops)
         logits = self._model(batch, self._kv_cache)
+        if kind is Kind.LOGITS:
+            if self._logits is None:
+                shape = (self._resolved.max_num_seqs, logits.shape[1])
+                self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+            return self._logits[: len(slots)].copy_(logits)
         positions = batch.context_lens  # a context's length is the position of the token after it
         if self._shards is None:
+            filtered = kind is Kind.FILTERED
             token_ids = ops.sample(logits, positions, slots, table.sampling, filtered=filtered)
         else:
             token_ids = self._shards.sample_slots(logits, positions, slots, table.sampling, ops)
@@ -210,9 +281,13 @@ class ModelRunner:
             device=resolved.device,
             dynamic_rope=self._model_config.rope.type is RopeType.DYNAMIC,
         )
+        self._edits = SlotEdits(
+            vocab_size=self._model_config.vocab_size, device=resolved.device, grammars=None
+        )
         self._graphs: DecodeGraphs | None = None
         self._allocate_kv_cache(num_blocks=0)  # first steps write to the scratch block
         reserved_bytes = self._warm_up()
+        self._edits.clear()
         if resolved.cuda_graphs:
             reserved_bytes += self._measure_graphs()
         num_blocks = startup.cache_blocks(
@@ -255,7 +330,11 @@ class ModelRunner:
         taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
         del graphs
         torch.cuda.empty_cache()
-        return max(taken_bytes, 0) + len(self._resolved.batch_sizes) * _GRAPH_BYTES
+        resolved = self._resolved
+        logits_bytes = (  # of those that are edited
+            resolved.max_num_seqs * self._model_config.vocab_size * resolved.dtype.itemsize
+        )
+        return max(taken_bytes, 0) + logits_bytes + len(resolved.batch_sizes) * _GRAPH_BYTES
 
     def _warm_up_plan(self, num_tokens: int) -> Plan:
         plan = startup.warm_up_plan(self._resolved, num_tokens)
@@ -267,11 +346,11 @@ class ModelRunner:
         try:
             if not resolved.on_gpu:
                 num_tokens = min(_CPU_WARM_UP_TOKENS, resolved.max_num_batched_tokens)
-                self._step(self._slots.apply(self._warm_up_plan(num_tokens)))
+                self._step(self._take(self._warm_up_plan(num_tokens)))
                 return 0
             torch.cuda.reset_peak_memory_stats(resolved.device)
             before_bytes = torch.cuda.memory_allocated(resolved.device)
-            self._step(self._slots.apply(self._warm_up_plan(resolved.max_num_batched_tokens)))
+            self._step(self._take(self._warm_up_plan(resolved.max_num_batched_tokens)))
             torch.cuda.synchronize(resolved.device)
             return torch.cuda.max_memory_allocated(resolved.device) - before_bytes
         except torch.OutOfMemoryError as error:

@@ -32,15 +32,6 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ban:
-    """Rows that must not sample some ids before a position (min_tokens)."""
-
-    rows: torch.Tensor  # [B] int64, into the R rows
-    token_ids: torch.Tensor  # [B, W] int64; entries of -1 are padding
-    min_positions: torch.Tensor  # [B] int64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
     """How R rows sample; N of them are random, the others greedy. Reusable while the batch stays.
 
@@ -56,19 +47,16 @@ class SamplingRows:
     top_p_rows: torch.Tensor | None = None  # [P] int64, into the N rows
     top_p: torch.Tensor | None = None  # [P] float32
     min_p: torch.Tensor | None = None  # [N] float32; None: off everywhere
-    ban: Ban | None = None
 
 
 ALL_GREEDY = SamplingRows(random=None, temperatures=torch.empty(0), seeds=torch.empty(0))
 
 
 def sample(logits: torch.Tensor, positions: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The token ids [R] int64 of float32 logits [R, V]; may overwrite the logits.
+    """The token ids [R] int64 of float32 logits [R, V]; ids at -inf are never sampled.
 
     positions: [R] int64, the index of the token to sample in prompt + output.
     """
-    if rows.ban is not None:
-        ban_tokens(logits, positions, rows.ban)
     if rows.random is None:
         return logits.argmax(dim=-1)
     if len(rows.random) == len(logits):
@@ -76,15 +64,6 @@ def sample(logits: torch.Tensor, positions: torch.Tensor, rows: SamplingRows) ->
     token_ids = logits.argmax(dim=-1)
     drawn = _sample_random(logits[rows.random], positions[rows.random], rows)
     return token_ids.index_copy(0, rows.random, drawn)
-
-
-def ban_tokens(logits: torch.Tensor, positions: torch.Tensor, ban: Ban) -> None:
-    """Sets the banned ids of rows that are before their min_position to -inf, in place."""
-    banned = (positions[ban.rows] < ban.min_positions)[:, None] & (ban.token_ids >= 0)
-    # The smaller of the logit and this: +inf changes nothing, whatever id the padding names.
-    limit = torch.where(banned, -torch.inf, torch.inf).to(logits.dtype)
-    limited = logits[ban.rows].scatter_reduce(1, ban.token_ids.clamp(min=0), limit, "amin")
-    logits[ban.rows] = limited
 
 
 def _sample_random(

@@ -10,11 +10,10 @@ from typing import Literal
 from millstream.engine.checks import check_vocabulary, invalid, unsupported
 from millstream.engine.grammar_validation import resolve_grammar, set_grammar
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.request import Sampling
+from millstream.engine.request import MAX_LOGPROBS, Sampling
 from millstream.rpc.errors import InvalidArgument, NeverFits
 from millstream.v1 import engine_pb2
 
-MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 100.0
 # These bound what a slot of the runner holds.

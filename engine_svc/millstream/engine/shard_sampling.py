@@ -18,6 +18,7 @@ from millstream.engine.ops import SlotOps, SlotSampling
 from millstream.engine.parallel import Group, vocab_spans
 from millstream.engine.plan import Plan, SlotStart
 from millstream.engine.sampling import SamplingRows, race_shard
+from millstream.engine.slot_edits import is_special
 
 
 class RowNeeds:
@@ -41,7 +42,7 @@ class RowNeeds:
 def needs_whole_row(start: SlotStart) -> bool:
     sampling = start.sampling
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return (filters and not sampling.greedy) or bool(start.banned_token_ids)
+    return (filters and not sampling.greedy) or is_special(start)
 
 
 class ShardSampler:
@@ -76,14 +77,14 @@ class ShardSampler:
         """What `sample` makes on rank 0 of the whole rows of this rank's logits."""
         if not len(logits):
             return _no_ids(logits)
-        whole = self._whole_rows(logits)
+        whole = self.whole_rows(logits)
         if self._group.rank == 0:
             token_ids = sample(whole)
         else:
             token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         return self._group.from_first(token_ids)
 
-    def _whole_rows(self, logits: Tensor) -> Tensor:
+    def whole_rows(self, logits: Tensor) -> Tensor:
         """[R, vocab_size] of every rank's [R, its share]: shares are gathered as wide as the widest
         and cut to what they are."""
         widest = max(span.length for span in self._spans)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,11 +21,12 @@ from millstream.engine.batch import ForwardBatch
 from millstream.engine.layout import BatchLayout, HostLayout, layout_arrays, layout_of
 from millstream.engine.ops import SlotOps, SlotSampling, SlotState
 from millstream.engine.plan import Plan, SlotStart
-from millstream.engine.sampling import ALL_GREEDY, Ban, SamplingRows
+from millstream.engine.sampling import ALL_GREEDY, SamplingRows
+from millstream.engine.slot_edits import is_special
 from millstream.engine.uploads import Ints, Uploader
 
 # Rows of the parameter tables; a column is a slot.
-_PROMPT_LEN, _MIN_POSITION, _SEED, _TOP_K = range(4)
+_PROMPT_LEN, _SEED, _TOP_K = range(3)
 _TEMPERATURE, _TOP_P, _MIN_P = range(3)
 
 
@@ -48,13 +48,13 @@ class SlotTable:
         self._dynamic_rope = dynamic_rope
         self._upload = Uploader(device)
         self._host_computed: Ints = np.zeros(num_slots, dtype=np.int64)
-        self._host_ints: Ints = np.zeros((4, num_slots), dtype=np.int64)
+        self._host_ints: Ints = np.zeros((3, num_slots), dtype=np.int64)
         self._host_floats = np.zeros((3, num_slots), dtype=np.float64)
         self._num_blocks = [0] * num_slots
-        self._banned: list[tuple[int, ...]] = [()] * num_slots
+        self._special = np.zeros(num_slots, dtype=bool)
         self._computed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._ints = torch.zeros(4, num_slots, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
         self._floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         self._table_width = -(-max_model_len // block_size)
         self._block_tables = torch.zeros(
@@ -107,7 +107,6 @@ class SlotTable:
             self._host_computed[start.slot] = start.num_computed_tokens
             self._host_ints[:, start.slot] = (
                 start.min_position - sampling.min_tokens,
-                start.min_position,
                 sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed,  # same bits
                 sampling.top_k,
             )
@@ -117,7 +116,7 @@ class SlotTable:
                 sampling.min_p,
             )
             self._num_blocks[start.slot] = 0
-            self._banned[start.slot] = start.banned_token_ids
+            self._special[start.slot] = is_special(start)
         floats = np.ascontiguousarray(self._host_floats[:, slots])
         return [
             slots,
@@ -173,7 +172,7 @@ class SlotTable:
             samples=samples,
             sample_slots=sample_slots,
             has_filters=bool((filtered & (temperatures > 0)).any()),
-            has_bans=any(self._banned[slot] for slot in sample_slots.tolist()),
+            special=bool(self._special[slots].any()) or any(chunk.target_ids for chunk in chunks),
         )
 
     # ---- the device's part of a step: from the slots' state to their next
@@ -234,28 +233,24 @@ class SlotTable:
         """The host's part of advance()."""
         self._host_computed[layout.host.slots] += layout.host.query_lens
 
-    # ---- sampling parameters; both are asked before note_advance()
+    # ---- sampling; both are asked before note_advance()
 
-    def has_bans(self, layout: BatchLayout) -> bool:
-        """Whether some row must not sample all ids yet; if not, `sampling` says all of the rows."""
-        return self._ban_rows(layout.host).size > 0
+    def sample_positions(self, layout: BatchLayout) -> Ints:
+        """[R]: the index in prompt + output of each token that is sampled."""
+        host = layout.host
+        return (self._host_computed[host.slots] + host.query_lens)[host.samples]
 
     def sampling_rows(self, layout: BatchLayout) -> SamplingRows:
         """How the rows sample; uploaded once, then kept while the batch stays."""
         if self._rows is None or self._rows[0] is not layout:
             self._rows = layout, self._make_sampling_rows(layout)
-        rows = self._rows[1]
-        if rows.ban is not None and not self.has_bans(layout):
-            rows = replace(rows, ban=None)
-            self._rows = layout, rows
-        return rows
+        return self._rows[1]
 
     def _make_sampling_rows(self, layout: BatchLayout) -> SamplingRows:
         slots = layout.host.sample_slots
-        ban = self._ban(layout.host)
         random = np.flatnonzero(self._host_floats[_TEMPERATURE, slots] > 0)
         if not len(random):
-            return replace(ALL_GREEDY, ban=ban) if ban else ALL_GREEDY
+            return ALL_GREEDY
         _, top_p, min_p = self._host_floats[:, slots[random]]
         top_k = self._host_ints[_TOP_K, slots[random]]
         with_top_k, with_top_p = np.flatnonzero(top_k > 0), np.flatnonzero(top_p < 1)
@@ -272,25 +267,4 @@ class SlotTable:
             top_p_rows=top_p_rows if len(with_top_p) else None,
             top_p=floats[_TOP_P, top_p_rows] if len(with_top_p) else None,
             min_p=floats[_MIN_P] if (min_p > 0).any() else None,
-            ban=ban,
         )
-
-    def _ban_rows(self, host: HostLayout) -> Ints:
-        """The rows that must not sample all ids yet."""
-        if not host.has_bans:
-            return np.empty(0, dtype=np.int64)
-        positions = (self._host_computed[host.slots] + host.query_lens)[host.samples]
-        return np.flatnonzero(positions < self._host_ints[_MIN_POSITION, host.sample_slots])
-
-    def _ban(self, host: HostLayout) -> Ban | None:
-        rows = self._ban_rows(host)
-        if not rows.size:
-            return None
-        slots = host.sample_slots[rows]
-        banned = [self._banned[slot] for slot in slots.tolist()]
-        token_ids = np.full((len(rows), max(map(len, banned))), -1, dtype=np.int64)
-        for row, ids in enumerate(banned):
-            token_ids[row, : len(ids)] = ids
-        min_positions = self._host_ints[_MIN_POSITION, slots]
-        parts = self._upload((rows, token_ids.ravel(), min_positions))
-        return Ban(rows=parts[0], token_ids=parts[1].view(len(rows), -1), min_positions=parts[2])

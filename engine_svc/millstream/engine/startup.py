@@ -23,7 +23,7 @@ from millstream.engine.models import DecoderModel, build_model
 from millstream.engine.ops import Ops
 from millstream.engine.parallel import Group, share_of
 from millstream.engine.plan import Chunk, Plan, SlotStart
-from millstream.engine.request import Sampling
+from millstream.engine.request import MAX_LOGPROBS, Sampling
 from millstream.engine.shapes import SHAPE_NAMES, named_shape
 from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import init_dummy_weights, load_weights
@@ -122,16 +122,33 @@ def load_model(
 
 def warm_up_plan(resolved: ResolvedConfig, num_tokens: int) -> Plan:
     """A step of `num_tokens` tokens of as many sequences as there can be, all in scratch block 0:
-    chunks as long as can be, then decodes; sampling with every filter and bans."""
+    chunks as long as can be, then decodes; sampling with every filter and edit."""
     num_seqs = min(resolved.max_num_seqs, num_tokens)
     longest = resolved.max_model_len - 1
     spare = num_tokens - num_seqs  # tokens beyond one for each sequence
     chunks: list[Chunk] = []
     while spare and len(chunks) < num_seqs and longest > 1:
         length = min(longest, spare + 1)
-        chunks.append(Chunk(slot=len(chunks), start=0, token_ids=(0,) * length, samples=True))
+        chunks.append(
+            Chunk(
+                slot=len(chunks),
+                start=0,
+                token_ids=(0,) * length,
+                samples=True,
+                target_ids=(0,) * (length - 1),
+            )
+        )
         spare -= length - 1
-    sampling = Sampling(max_tokens=1, top_k=1, top_p=0.5, min_p=0.1)
+    sampling = Sampling(
+        max_tokens=1,
+        top_k=1,
+        top_p=0.5,
+        min_p=0.1,
+        frequency_penalty=1.0,
+        logit_bias=((0, 1.0),),
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    )
     starts = [
         SlotStart(
             slot=slot,

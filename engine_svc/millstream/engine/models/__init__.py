@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from millstream.engine.model_config import ModelConfig
-from millstream.engine.models.decoder import DecoderModel
+from millstream.engine.models.decoder import DecoderModel, Hidden
 from millstream.engine.ops import Ops
 from millstream.engine.parallel import Group, share_of
 from millstream.engine.rope import RotaryEmbedding
 
-__all__ = ["DecoderModel", "build_model"]
+__all__ = ["DecoderModel", "Hidden", "build_model"]
 
 # ModelConfig.family -> class; a new family is an entry here and in model_config.FAMILIES.
 _MODELS = {"llama": DecoderModel, "qwen3": DecoderModel}

@@ -13,6 +13,7 @@ together: a norm with the projection after it, an addition with the projection b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,6 +32,13 @@ from millstream.engine.layers import (
 from millstream.engine.ops import Ops, StepOps, Stream
 from millstream.engine.parallel import Group, Share
 from millstream.engine.rope import RotaryEmbedding
+
+
+class Hidden(NamedTuple):
+    """What a step has computed before the LM head."""
+
+    ops: StepOps
+    stream: Stream  # of all its tokens, before the final norm
 
 
 class DecoderModel(nn.Module):
@@ -55,10 +63,22 @@ class DecoderModel(nn.Module):
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype, or of
         this rank's part of the vocabulary; fills the KV cache."""
+        hidden = self.hidden(batch, kv_cache)
+        # As many as there are: they are all, in their order.
+        every = len(batch.sample_rows) == len(batch.token_ids)
+        return self.logits(hidden, None if every else batch.sample_rows)
+
+    def hidden(self, batch: ForwardBatch, kv_cache: KVCache) -> Hidden:
+        """All of a step but the LM head; fills the KV cache."""
         ops = self.ops.begin_step(batch, kv_cache, self.rope)
-        stream: Stream = self.model(batch, ops)
-        if len(batch.sample_rows) < len(batch.token_ids):  # else they are all, in their order
-            stream = stream.rows(batch.sample_rows)
+        return Hidden(ops, self.model(batch, ops))
+
+    def logits(self, hidden: Hidden, rows: Tensor | None) -> Tensor:
+        """As forward, of the step's tokens rows [n] int64. None: of all; `hidden` is used up
+        then."""
+        ops, stream = hidden
+        if rows is not None:
+            stream = stream.rows(rows)
         return ops.norm_linear(stream, self.model.norm, self.lm_head)
 
     def checkpoint_parts(self) -> Iterator[tuple[str, ParameterPart]]:
