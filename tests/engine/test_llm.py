@@ -100,7 +100,6 @@ def test_max_tokens_unset_runs_to_the_context_limit(folder: Path) -> None:
         ([1], {"max_tokens": 0}, InvalidArgument),
         ([1], {"max_tokens": -1}, InvalidArgument),
         ([1], {"stop": "x"}, Unsupported),
-        ([1], {"logprobs": 1}, Unsupported),
         ("text", {}, Unsupported),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request
-from millstream.engine.sampling_validation import MAX_STOP_TOKEN_IDS
+from millstream.engine.sampling_validation import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKEN_IDS,
+)
 from millstream.engine.validation import resolved_proto, to_requests
 from millstream.rpc.errors import (
     InvalidArgument,
@@ -114,9 +119,11 @@ def test_row_18_nan_and_infinity(name: str, value: float) -> None:
         ("temperature", [0, 1e-46, 1e-8, 2], [-0.1, 2.0001]),
         ("top_p", [1e-6, 0.9, 1], [0, -0.1, 1.0001]),
         ("min_p", [0, 1], [-0.1, 1.0001]),
-        ("presence_penalty", [0], [-2.001, 2.001]),
-        ("frequency_penalty", [0], [-2.001, 2.001]),
-        ("repetition_penalty", [1], [0, -1]),
+        ("presence_penalty", [0, -2, 0.5, 2], [-2.001, 2.001]),
+        ("frequency_penalty", [0, -2, 0.5, 2], [-2.001, 2.001]),
+        ("repetition_penalty", [1, 1e-6, 0.5, 1e6], [0, -1]),
+        ("logprobs", [0, 20], [21, 2**32 - 1]),
+        ("prompt_logprobs", [0, 20], [21, 2**32 - 1]),
         ("top_k", [-1, 0, 1, 100, 101, 2**30], [-2, -(2**31)]),
         ("n", [1, 2, 128], [0, 129, 2**32 - 1]),
         ("max_tokens", [1, 61, 2**32 - 1], [0]),
@@ -204,6 +211,63 @@ def test_row_63_stop_token_ids_outside_the_vocabulary() -> None:
     refused(InvalidArgument, "sampling.logit_bias", logit_bias={100: 5.0})
     refused(InvalidArgument, "sampling.logit_bias", logit_bias={1: float("nan")})
     refused(InvalidArgument, "sampling.allowed_token_ids", allowed_token_ids=[100])
+    refused(InvalidArgument, "sampling.bad_words", bad_words=words([5], [1, 100]))
+    with pytest.raises(InvalidArgument, match="logit_bias"):
+        to_proto(SamplingParams(logit_bias={-1: 5.0}))
+
+
+def words(*token_ids: Sequence[int]) -> list[engine_pb2.TokenSequence]:
+    return [engine_pb2.TokenSequence(token_ids=each) for each in token_ids]
+
+
+def test_fields_that_edit_logits_are_resolved() -> None:
+    sampling = request(
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={7: 1000.0, 5: -0.5, 6: -1000.0},
+        allowed_token_ids=[9, 3, 9, 5],
+        bad_words=words([3, 4], [5], [3, 4]),
+        logprobs=3,
+        prompt_logprobs=0,
+    ).sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling.repetition_penalty == 1.5
+    assert sampling.logit_bias == ((5, -0.5), (6, -100.0), (7, 100.0)), "clamped"
+    assert sampling.allowed_token_ids == (3, 5, 9)
+    assert sampling.bad_words == ((3, 4), (5,))
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (3, 0)
+    plain = request().sampling
+    assert not plain.has_penalties and not plain.needs_token_ids
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+
+
+def test_bad_words_are_bounded() -> None:
+    field = "sampling.bad_words"
+    request(bad_words=words([1] * MAX_BAD_WORD_TOKENS))
+    refused(InvalidArgument, field, bad_words=words([1] * (MAX_BAD_WORD_TOKENS + 1)))
+    refused(InvalidArgument, field, bad_words=words([1], []))
+    many = [[i // 90, i % 90] for i in range(MAX_BAD_WORDS + 1)]
+    request(bad_words=words(*many[1:]))
+    refused(InvalidArgument, field, bad_words=words(*many))
+
+
+def test_something_is_left_to_sample() -> None:
+    every = list(range(100))
+    field = "sampling.bad_words"
+    refused(InvalidArgument, field, bad_words=words(*([i] for i in every)))
+    request(bad_words=words(*([i] for i in every[1:])))
+    refused(InvalidArgument, field, allowed_token_ids=[4, 5], bad_words=words([4], [5]))
+    request(allowed_token_ids=[4, 5], bad_words=words([4], [5, 5]))
+    field = "sampling.allowed_token_ids"
+    refused(InvalidArgument, field, allowed_token_ids=[2, 7], min_tokens=1)
+    request(allowed_token_ids=[2, 7])
+    request(allowed_token_ids=[2, 7], min_tokens=1, ignore_eos=True)
+    only = {"allowed_token_ids": [2, 5], "bad_words": words([5])}
+    refused(InvalidArgument, field, min_tokens=1, **only)
+    field = "sampling.stop_token_ids"
+    others = words(*([i] for i in range(50)))
+    refused(InvalidArgument, field, stop_token_ids=range(50, 100), min_tokens=1, bad_words=others)
 
 
 def test_stop_token_ids_that_leave_nothing_to_sample() -> None:
@@ -267,17 +331,9 @@ def test_samples_need_consecutive_handles() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -2),
-        ("repetition_penalty", 1.1),
         ("stop", ["x"]),
         ("include_stop", True),
         ("skip_special_tokens", False),
-        ("logit_bias", {5: 1.0}),
-        ("allowed_token_ids", [1]),
-        ("bad_words", [engine_pb2.TokenSequence(token_ids=[1])]),
-        ("logprobs", 0),
-        ("prompt_logprobs", 0),
     ],
 )
 def test_what_the_engine_does_not_do_is_never_ignored(name: str, value: Any) -> None:
@@ -286,9 +342,6 @@ def test_what_the_engine_does_not_do_is_never_ignored(name: str, value: Any) -> 
 
 def test_neutral_values_of_unsupported_fields_pass() -> None:
     request(
-        presence_penalty=0,
-        frequency_penalty=0,
-        repetition_penalty=1,
         n=1,
         include_stop=False,
         skip_special_tokens=True,
@@ -302,10 +355,22 @@ def test_bad_values_win_over_unsupported() -> None:
 
 
 def test_resolved_proto_fills_everything_in_and_passes_again() -> None:
-    first = request(top_k=200, stop_token_ids=[3], min_tokens=1000)
+    first = request(
+        top_k=200,
+        stop_token_ids=[3],
+        min_tokens=1000,
+        repetition_penalty=1.1,
+        logit_bias={9: 1e9, 3: 0.1},
+        allowed_token_ids=[8, 3],
+        bad_words=words([3, 8]),
+        logprobs=0,
+        prompt_logprobs=20,
+    )
     echoed = resolved_proto(first)
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"):
         assert echoed.HasField(name)
+    assert echoed.logit_bias[9] == 100 and list(echoed.allowed_token_ids) == [3, 8]
+    assert echoed.HasField("logprobs") and not resolved_proto(request()).HasField("logprobs")
     assert (echoed.seed, echoed.max_tokens, echoed.min_tokens, echoed.top_k) == (99, 61, 61, 0)
     again = engine_pb2.Submission(token_ids=first.token_ids, sampling=echoed)
     assert to_requests(again, key=5, info=INFO, random_seed=1) == [first]

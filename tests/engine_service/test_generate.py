@@ -191,7 +191,7 @@ async def test_unsupported_fields_are_refused_never_ignored(
     stub: engine_pb2_grpc.EngineStub,
 ) -> None:
     stream = Stream(stub)
-    await stream.submit(submission(1, stop=["b"]), submission(2, logprobs=0))
+    await stream.submit(submission(1, stop=["b"]), submission(2, include_stop=True))
     await stream.until_ended(1, 2)
     for handle in (1, 2):
         assert isinstance(error_of(stream.rejected[handle]), errors.Unsupported)

@@ -112,13 +112,16 @@ class EditTables:
     def write(self, *parts: torch.Tensor) -> None:
         """Takes over contents_arrays, on the device."""
         cleared, places, counts, unbiased, bias_places, biases, masks, words = parts
-        self._counts.rows.index_fill_(0, cleared, 0)
-        self._counts.rows.view(-1).index_copy_(0, places, counts.int())
-        self._biases.rows.index_fill_(0, unbiased, 0)
-        self._biases.rows.view(-1).index_copy_(0, bias_places, biases.view(torch.float64).float())
-        self._masks.rows.index_copy_(
-            0, masks, words.view(torch.int32).view(len(masks), self._mask_width)
-        )
+        if len(cleared):
+            self._counts.rows.index_fill_(0, cleared, 0)
+            self._counts.rows.view(-1).index_copy_(0, places, counts.int())
+        if len(unbiased):
+            biases = biases.view(torch.float64).float()
+            self._biases.rows.index_fill_(0, unbiased, 0)
+            self._biases.rows.view(-1).index_copy_(0, bias_places, biases)
+        if len(masks):
+            rows = words.view(torch.int32).view(len(masks), self._mask_width)
+            self._masks.rows.index_copy_(0, masks, rows)
 
     # ---- batches
 

@@ -24,7 +24,7 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.generation_config import sampling_defaults
 from millstream.engine.load import find_model, load_core
-from millstream.engine.plan import RunnerInfo
+from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.records import FinishedRecord, Stats
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.validation import to_requests
@@ -34,6 +34,15 @@ from millstream.rpc.values import check_ids, check_list, check_text, refusal
 from millstream.v1 import engine_pb2
 
 Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(slots=True)
+class _Generated:
+    """What a request has got so far."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
 
 class LLM:
@@ -51,7 +60,7 @@ class LLM:
         self._loaded: EngineCore | None = load_core(config, self._model_dir)
         self._defaults = sampling_defaults(config.generation_config, self._model_dir)
         self._num_keys = 0
-        self._outputs: dict[int, list[int]] = {}  # of requests that have not ended
+        self._outputs: dict[int, _Generated] = {}  # of requests that have not ended
         self._tokenizer: Any = None
 
     # ---- one step at a time
@@ -72,7 +81,7 @@ class LLM:
         Raises EngineFault when a request ended for a fault.
         """
         finished, num_tokens = self._step()
-        return [(record.key, token_ids) for record, token_ids in finished], num_tokens
+        return [(record.key, output.token_ids) for record, output in finished], num_tokens
 
     def is_finished(self) -> bool:
         return not self._core.has_work
@@ -87,6 +96,8 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """Runs prompts (texts or token ids) to their end: {"text", "token_ids"} of each, in order;
         with n > 1 it is the first sample's, and "samples" has the same of each sample.
+        "logprobs" and "prompt_logprobs", where asked for, have a plan.TokenLogprobs for each token
+        (None for the prompt's first).
 
         One SamplingParams serves all prompts, a list has one for each. A flat list of ints is one
         prompt. "text" is "" when the model folder has no tokenizer. All prompts are checked before
@@ -98,7 +109,7 @@ class LLM:
         params = _params_list(sampling_params, len(inputs))
         prompt_samples = [self._samples(*each) for each in zip(inputs, params, strict=True)]
         requests = list(itertools.chain.from_iterable(prompt_samples))
-        results: dict[int, tuple[FinishedRecord, list[int]]] = {}
+        results: dict[int, tuple[FinishedRecord, _Generated]] = {}
         try:
             self._submit(requests)
             with tqdm(total=len(requests), desc="generating", disable=not use_tqdm) as progress:
@@ -164,6 +175,9 @@ class LLM:
             else check_ids("prompt", prompt),
             sampling=to_proto(params),
         )
+        for text in params.bad_word_texts:
+            token_ids = self._load_tokenizer().encode(text, add_special_tokens=False)
+            submission.sampling.bad_words.add(token_ids=token_ids)
         samples = to_requests(
             submission,
             key=self._num_keys,
@@ -177,14 +191,19 @@ class LLM:
     def _submit(self, requests: list[Request]) -> None:
         with _uninterrupted():
             for request in requests:
-                self._outputs[request.key] = []
+                self._outputs[request.key] = _Generated()
                 self._core.submit(request)
 
-    def _step(self) -> tuple[list[tuple[FinishedRecord, list[int]]], int]:
+    def _step(self) -> tuple[list[tuple[FinishedRecord, _Generated]], int]:
         with _uninterrupted():
             record = self._core.step()
+            outputs = self._outputs
             for key, token_id in zip(record.keys, record.token_ids, strict=True):
-                self._outputs[key].append(token_id)
+                outputs[key].token_ids.append(token_id)
+            for key, entry in zip(record.keys, record.logprobs, strict=bool(record.logprobs)):
+                outputs[key].logprobs.append(entry)
+            for piece in record.prompt_logprobs:
+                outputs[piece.key].prompt_logprobs += piece.logprobs
             finished = [(ended, self._outputs.pop(ended.key)) for ended in record.finished]
         for ended, _ in finished:
             if ended.reason == FinishReason.ERROR:
@@ -202,13 +221,17 @@ class LLM:
         return token_ids
 
     def _result(
-        self, ended: list[tuple[FinishedRecord, list[int]]], params: SamplingParams
+        self, ended: list[tuple[FinishedRecord, _Generated]], params: SamplingParams
     ) -> dict[str, Any]:
         """What generate() gives for a prompt whose samples have ended."""
-        samples = [
-            {"text": self._decode(record, token_ids, params), "token_ids": token_ids}
-            for record, token_ids in ended
-        ]
+        samples: list[dict[str, Any]] = []
+        for record, output in ended:
+            text = self._decode(record, output.token_ids, params)
+            samples.append({"text": text, "token_ids": output.token_ids})
+            if params.logprobs is not None:
+                samples[-1]["logprobs"] = output.logprobs
+        if params.prompt_logprobs is not None:
+            samples[0]["prompt_logprobs"] = [None, *ended[0][1].prompt_logprobs]
         return samples[0] if len(samples) == 1 else {**samples[0], "samples": samples}
 
     def _decode(self, record: FinishedRecord, token_ids: list[int], params: SamplingParams) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millstream.engine.checks import check_vocabulary, invalid, unsupported
+from millstream.engine.checks import check_vocabulary, invalid
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.request import Request, Sampling
+from millstream.engine.request import Request
 from millstream.engine.sampling_validation import check_scalars, resolve_sampling, resolved_sampling
 from millstream.rpc.errors import InvalidArgument, PromptTooLong
 from millstream.v1 import engine_pb2
@@ -50,7 +50,6 @@ def to_requests(
     sampling = resolve_sampling(
         params, prompt_tokens=len(token_ids), info=info, random_seed=random_seed
     )
-    _refuse_for_now(sampling)
     first = Request(
         key=key,
         token_ids=token_ids,
@@ -97,17 +96,3 @@ def _check_prompt(token_ids: list[int], info: RunnerInfo) -> None:
             field="token_ids",
         )
     check_vocabulary("token_ids", token_ids, info)
-
-
-# The runner does not do these yet.
-_NOT_YET = (
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
-)  # fmt: skip
-_PLAIN = Sampling(max_tokens=1)
-
-
-def _refuse_for_now(sampling: Sampling) -> None:
-    for name in _NOT_YET:
-        if getattr(sampling, name) != getattr(_PLAIN, name):
-            raise unsupported(f"sampling.{name}", "not yet")

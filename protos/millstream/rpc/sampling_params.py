@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from millstream.rpc.errors import InvalidArgument, Unsupported
+from millstream.rpc.errors import InvalidArgument
 from millstream.rpc.structured_output import STRUCTURED_OUTPUTS, set_structured_output
 from millstream.rpc.values import (
     UINT32_MAX,
@@ -56,7 +56,8 @@ class SamplingParams:
     n: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = ()
-    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = ()
+    # Texts (which the tokenizer service encodes) or token ids.
+    bad_words: Sequence[str | Sequence[int]] | None = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # At most one of these; a JSON schema as text, or as what json.loads makes of it.
@@ -83,9 +84,23 @@ class SamplingParams:
             )
         return texts
 
+    @property
+    def bad_word_texts(self) -> tuple[str, ...]:
+        """What is to be encoded, without special tokens, for the texts among `bad_words`: each as
+        it begins a text, and as it follows a space. InvalidArgument for an empty one."""
+        texts = []
+        for word in check_list("bad_words", self.bad_words or (), _BAD_WORDS):
+            if isinstance(word, str):
+                text = check_text("bad_words", word).lstrip()
+                if not text:
+                    raise refusal("bad_words", "texts that are not empty", word)
+                texts += [text, " " + text]
+        return tuple(texts)
+
 
 def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
-    """The engine's part. Raises InvalidArgument or Unsupported naming the Python field."""
+    """The engine's part: all but stop strings and bad words that are texts. Raises InvalidArgument
+    naming the Python field."""
     message = engine_pb2.SamplingParams()
     for name, check in _SCALARS.items():
         value = getattr(params, name)
@@ -100,10 +115,9 @@ def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
             raise refusal("logit_bias", "a dict of token ids and numbers", params.logit_bias)
         for key, bias in params.logit_bias.items():
             message.logit_bias[_uint32("logit_bias", key)] = check_float("logit_bias", bias)
-    for word in check_list("bad_words", params.bad_words or (), "a list"):
-        if isinstance(word, str):
-            raise Unsupported("bad_words: only token ids so far", field="bad_words")
-        message.bad_words.add(token_ids=check_ids("bad_words", word))
+    for word in check_list("bad_words", params.bad_words or (), _BAD_WORDS):
+        if not isinstance(word, str):
+            message.bad_words.add(token_ids=check_ids("bad_words", word))
     set_structured_output(message, {name: getattr(params, name) for name in STRUCTURED_OUTPUTS})
     return message
 
@@ -125,6 +139,7 @@ def from_proto(message: engine_pb2.SamplingParams) -> SamplingParams:
     )
 
 
+_BAD_WORDS = "a list of texts, or of lists of token ids"
 _uint32 = partial(check_int, low=0, high=UINT32_MAX)
 
 _SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
