@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
-from tests.engine_processes import EngineProcess, engine, listening_port
+from tests.engine_processes import EngineProcess, engine, eventually, listening_port
 from tests.fake_runners import BLOCK_SIZE, EOS_TOKEN_ID, VOCAB_SIZE
 from tests.toy_runner import toy_info
 from tests.vllm_dialect.calls import Call, request
@@ -75,7 +75,7 @@ async def test_the_model(stub: vllm_grpc.VllmEngineStub, byte_model_dir: Path) -
 
 
 async def test_the_server(stub: vllm_grpc.VllmEngineStub) -> None:
-    call = Call(stub, request([10], max_tokens=100))
+    call = Call(stub, request([10], max_tokens=200))
     await call.until_token()
     info = await stub.GetServerInfo(vllm.GetServerInfoRequest())
     assert info.active_requests == 1
@@ -87,8 +87,13 @@ async def test_the_server(stub: vllm_grpc.VllmEngineStub) -> None:
 
 
 async def test_loads(stub: vllm_grpc.VllmEngineStub) -> None:
-    calls = [Call(stub, request([10] * 20, max_tokens=150)) for _ in range(MAX_NUM_SEQS + 2)]
-    await calls[0].until_token()
+    calls = [Call(stub, request([10] * 20, max_tokens=200)) for _ in range(MAX_NUM_SEQS + 2)]
+
+    async def all_are_there() -> bool:
+        (load,) = (await stub.GetLoads(vllm.GetLoadsRequest())).loads
+        return load.num_total_reqs == len(calls) and load.num_running_reqs == MAX_NUM_SEQS
+
+    assert await eventually(all_are_there, 5)
     answer = await stub.GetLoads(vllm.GetLoadsRequest())
     (load,) = answer.loads
     assert answer.dp_rank_count == 1
