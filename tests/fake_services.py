@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -136,6 +137,12 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                 message.accepted.add(
                     handle=handle + sample, request_id=one.request_id, sampling=sampling
                 )
+            if submission.sampling.HasField("prompt_logprobs"):
+                targets = submission.token_ids[1:]
+                top = submission.sampling.prompt_logprobs
+                for piece in (targets[:3], targets[3:]):
+                    columns = message.prompt_logprobs.add(handle=handle).logprobs
+                    score(columns, [(top, token_id) for token_id in piece])
         for handle in request.cancel:
             if one := live.pop(handle, None):
                 self._finish(one, handle, message, engine_pb2.FINISH_REASON_CANCELLED)
@@ -155,6 +162,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         """Fills in a step's outputs; whether the stream is to break now."""
         loop = asyncio.get_running_loop()
         counts = []
+        scored: list[tuple[int | None, int]] = []
         for handle, one in list(live.items()):
             tokens = list(itertools.islice(one.tokens, self.tokens_per_step()))
             if tokens:
@@ -162,6 +170,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                 message.output.token_ids.extend(tokens)
                 counts.append(len(tokens))
                 self.sent[one.request_id] += tokens
+                scored += [(one.num_logprobs, token_id) for token_id in tokens]
                 if self.break_after_tokens is not None:
                     self.break_after_tokens -= len(tokens)
                     if self.break_after_tokens <= 0:
@@ -175,6 +184,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                 self._finish(one, handle, message, engine_pb2.FINISH_REASON_DEADLINE)
         if any(count != 1 for count in counts):
             message.output.counts.extend(counts)
+        if any(count is not None for count, _ in scored):
+            score(message.output.logprobs, scored)
         return False
 
     def _finish(
@@ -196,6 +207,16 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.ended[one.request_id] = reason
 
 
+def score(columns: engine_pb2.Logprobs, tokens: list[tuple[int | None, int]]) -> None:
+    """Adds the log probabilities of tokens, of which so many likeliest are wanted: minus the id in
+    sixteenths, the likeliest are the ids above. In one message some may have none."""
+    for count, token_id in tokens:
+        columns.token_logprobs.append(math.nan if count is None else -token_id / 16)
+        columns.top_counts.append(count or 0)
+        columns.top_token_ids.extend(token_id + i for i in range(count or 0))
+        columns.top_logprobs.extend(-(token_id + i) / 16 for i in range(count or 0))
+
+
 class _Live:
     """A sample of a request and the tokens that it will get: the prompt's from the sample's number
     on, so that they differ."""
@@ -206,6 +227,9 @@ class _Live:
         self.request_id = submission.request_id or f"fake-{next(self.names)}"
         self.request_id += f"/{sample}" if sample else ""
         self.prompt_tokens = len(submission.token_ids)
+        self.num_logprobs: int | None = None
+        if submission.sampling.HasField("logprobs"):
+            self.num_logprobs = submission.sampling.logprobs
         self.reason: int | None = None
         self.deadline: float | None = None
         if submission.HasField("timeout_ms"):
@@ -245,6 +269,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.fail_at_token: int | None = None  # of every sequence
         self.break_after_messages: int | None = None  # then the stream ends UNAVAILABLE
         self.encode_calls = 0
+        self.encoded: list[str] = []
+        self.decoded = 0  # sequences
         self.contexts: list[list[int]] = []
         self.open_sequences = 0
         self.messages = 0
@@ -261,6 +287,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         response = tokenizer_pb2.EncodeResponse()
         for one in request.inputs:
             text = one.text
+            self.encoded.append(text)
             if one.HasField("chat"):
                 if any(message.role == "bad" for message in one.chat.messages):
                     field = "inputs[0].chat.messages[0].role"
@@ -272,6 +299,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def Decode(
         self, request: tokenizer_pb2.DecodeRequest, context: Any
     ) -> tokenizer_pb2.DecodeResponse:
+        self.decoded += len(request.sequences)
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
         texts = [text_of(list(one.token_ids), skip) for one in request.sequences]
         return tokenizer_pb2.DecodeResponse(texts=texts)

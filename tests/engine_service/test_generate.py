@@ -187,6 +187,43 @@ async def test_rows_61_and_63_max_tokens_and_stop_ids(stub: engine_pb2_grpc.Engi
     stream.call.cancel()
 
 
+async def test_rows_66_and_67_log_probabilities_line_up(
+    stub: engine_pb2_grpc.EngineStub,
+) -> None:
+    """Message by message; of a prompt no later than the first token. What a request that asked
+    beside others that did not gets is what the fake runner makes up of its tokens."""
+    stream = Stream(stub)
+    await stream.submit(
+        submission(1, [10], max_tokens=40, logprobs=2),
+        submission(2, [20], max_tokens=40),
+        submission(3, [*range(30, 60)], max_tokens=5, prompt_logprobs=1),
+    )
+    await stream.until_ended(1, 2, 3)
+    of: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    of_prompt: list[float] = []
+    for message in stream.messages:
+        output = message.output
+        for piece in message.prompt_logprobs:
+            assert piece.handle == 3 and not of[3], "late"
+            of_prompt += piece.logprobs.token_logprobs
+            assert list(piece.logprobs.top_counts) == [1] * len(piece.logprobs.token_logprobs)
+        if not output.HasField("logprobs"):
+            assert 1 not in output.handles
+            continue
+        columns = output.logprobs
+        assert len(columns.token_logprobs) == len(output.token_ids)
+        assert sum(columns.top_counts) == len(columns.top_token_ids) == len(columns.top_logprobs)
+        logprobs = iter(columns.token_logprobs)
+        for handle, count in zip(
+            output.handles, output.counts or [1] * len(output.handles), strict=True
+        ):
+            of[handle] += [next(logprobs) for _ in range(count)]
+    assert of[1] == [-i / 16 for i in tokens_after(10, 40)]
+    assert all(map(math.isnan, of[2] + of[3]))
+    assert of_prompt == [-i / 16 for i in range(31, 60)]
+    stream.call.cancel()
+
+
 async def test_unsupported_fields_are_refused_never_ignored(
     stub: engine_pb2_grpc.EngineStub,
 ) -> None:

@@ -7,6 +7,7 @@ not per token: the loop over a step's arrays appends ids to lists and wakes only
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
@@ -15,6 +16,7 @@ import grpc
 
 from millstream.client.connection import Connection
 from millstream.client.generation import Generation
+from millstream.client.logprobs import unpack
 from millstream.client.naming import from_service
 from millstream.client.places import Places
 from millstream.rpc.errors import (
@@ -180,6 +182,12 @@ class EngineStream:
         for accepted in message.accepted:
             self._num_samples.pop(accepted.handle, None)
             live[accepted.handle].accept(accepted)
+        for piece in message.prompt_logprobs:
+            generation = live[piece.handle]
+            known = generation.prompt_logprobs
+            following_ids = generation.prompt_token_ids[len(known) :]
+            count = len(piece.logprobs.token_logprobs)
+            known.extend(unpack(piece.logprobs, following_ids[:count]))
         following = self._append(message.output)
         for finished in message.finished:
             live.pop(finished.handle).finish(finished)
@@ -193,6 +201,8 @@ class EngineStream:
     def _append(self, output: engine_pb2.StepOutput) -> list[Generation]:
         """Adds a message's tokens to their requests; returns those that act on each piece."""
         live = self._live
+        if output.HasField("logprobs"):
+            self._append_logprobs(output)
         following = []
         token_ids = output.token_ids
         if output.counts:
@@ -210,6 +220,13 @@ class EngineStream:
                 if generation.follow:
                     following.append(generation)
         return following
+
+    def _append_logprobs(self, output: engine_pb2.StepOutput) -> None:
+        entries = unpack(output.logprobs, output.token_ids)
+        counts = output.counts or itertools.repeat(1, len(output.handles))
+        for handle, count in zip(output.handles, counts, strict=True):
+            new = itertools.islice(entries, count)
+            self._live[handle].logprobs.extend(entry for entry in new if entry is not None)
 
     def _break(self, error: MillstreamError) -> None:
         """Fails every live request; the stream is of no use any more."""

@@ -8,7 +8,7 @@ import functools
 import itertools
 import random
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from millstream.client.samples import Samples
 from millstream.client.services import Services
 from millstream.client.submission import submit
 from millstream.client.text import TextStream
+from millstream.client.token_texts import TokenTexts
 from millstream.client.types import Output
 from millstream.rpc.errors import (
     Cancelled,
@@ -60,6 +61,7 @@ class Executor:
         self._services = services
         self._calls = asyncio.Semaphore(_CALLS)
         self._rng = random.Random()
+        self._texts = TokenTexts(services)
 
     async def run(
         self,
@@ -97,7 +99,7 @@ class Executor:
         queue is full."""
         deadline = _deadline(job)
         with _closing_told():
-            (encoded,) = await self._encode_jobs([job])
+            (encoded,) = await self._encode_all([job])
         if isinstance(encoded, MillstreamError):
             raise encoded
         engine, text = await self._streams(job)
@@ -141,7 +143,7 @@ class Executor:
                 tick()
 
         deadlines = [None if isinstance(job, MillstreamError) else _deadline(job) for job in chunk]
-        encoded = await self._encode_jobs(chunk)
+        encoded = await self._encode_all(chunk)
         runs = map(run, encoded, deadlines)
         return await asyncio.gather(*runs, return_exceptions=True)
 
@@ -158,11 +160,12 @@ class Executor:
                     samples.cancel()  # if this task was
                 full = samples.found_queue_full
                 if full is None or attempt == job.max_retries:
-                    return samples.output()
+                    output = samples.output()
+                    break
                 await self._wait_for_room(full, attempt, deadline)
         finally:
             engine.places.give_back(places)
-        raise AssertionError("it counts for ever")
+        return await self._texts.add_to(output) if job.detokenize else output
 
     async def _wait_for_room(self, full: QueueFull, attempt: int, deadline: float | None) -> None:
         seconds = delay_s(full.retry_after_s, attempt, self._rng)
@@ -172,6 +175,21 @@ class Executor:
         if job.source is None and not job.detokenize:
             return await self._services.engine_stream(), None
         return await self._services.both()
+
+    async def _encode_all(
+        self, chunk: Sequence[Job | MillstreamError]
+    ) -> Sequence[Job | MillstreamError]:
+        """Fills in what is text in a chunk's jobs; a job that has what cannot be encoded becomes
+        its error."""
+        encoded = await self._encode_jobs(chunk)
+        words_of: dict[tuple[str, ...], Sequence[engine_pb2.TokenSequence] | MillstreamError] = {}
+        for texts in {job.bad_words for job in encoded if isinstance(job, Job) and job.bad_words}:
+            inputs = [tokenizer_pb2.EncodeInput(text=text) for text in texts]
+            try:
+                words_of[texts] = await self.encode(inputs, add_special_tokens=False)
+            except MillstreamError as error:
+                words_of[texts] = error
+        return [_with_bad_words(job, words_of) for job in encoded] if words_of else encoded
 
     async def _encode_jobs(
         self, chunk: Sequence[Job | MillstreamError]
@@ -205,6 +223,20 @@ class Executor:
 
         parts = await asyncio.gather(*map(one, _chunks(sizes)))
         return [item for part in parts for item in part]
+
+
+def _with_bad_words(
+    job: Job | MillstreamError,
+    words_of: Mapping[tuple[str, ...], Sequence[engine_pb2.TokenSequence] | MillstreamError],
+) -> Job | MillstreamError:
+    """The job with the ids of its bad words, or what speaks against them."""
+    if isinstance(job, MillstreamError) or not job.bad_words:
+        return job
+    words = words_of[job.bad_words]
+    if isinstance(words, MillstreamError):
+        return copy(words)
+    job.submission.sampling.bad_words.extend(word for word in words if word.token_ids)
+    return job
 
 
 def _deadline(job: Job) -> float | None:

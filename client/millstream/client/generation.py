@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from millstream.client.naming import from_service
-from millstream.client.types import Delta, FinishReason, Output, Timings, Usage
+from millstream.client.types import Delta, FinishReason, Logprob, Output, Timings, Usage
 from millstream.rpc.errors import EngineFault, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, from_proto
 from millstream.v1 import engine_pb2
@@ -35,7 +35,8 @@ class TextSink(Protocol):
 
 
 class Generation:
-    """The state of one request. `token_ids` only grows; the engine stream appends to it."""
+    """The state of one request. `token_ids` and the log probabilities only grow; the engine stream
+    appends to them."""
 
     __slots__ = (
         "_accepted",
@@ -56,6 +57,8 @@ class Generation:
         "_text_closed",
         "_texts",
         "follow",
+        "logprobs",
+        "prompt_logprobs",
         "prompt_token_ids",
         "token_ids",
     )
@@ -75,6 +78,8 @@ class Generation:
         only at the end; for streams and stop strings. `hold_ids`: show no ids before the end."""
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.prompt_logprobs: list[Logprob | None] = [None]  # nothing comes before the first token
         self.follow = follow
         self._sampling = sampling
         self._sample = sample
@@ -219,6 +224,8 @@ class Generation:
             request_id=accepted.request_id,
             sampling=delta.sampling,
             seed=delta.sampling.seed,
+            logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
     # ----
@@ -233,19 +240,34 @@ class Generation:
             self._text.discard()
 
     def _take(self) -> Delta:
-        text = "".join(self._texts)
+        shown, confirmed = self._shown, self._confirmed
+        delta = Delta(
+            text="".join(self._texts),
+            token_ids=self.token_ids[shown:confirmed],
+            sample=self._sample,
+            logprobs=None if self._sampling.logprobs is None else self.logprobs[shown:confirmed],
+            prompt_logprobs=self._prompt_logprobs_once(),
+        )
         self._texts.clear()
-        token_ids = self.token_ids[self._shown : self._confirmed]
-        self._shown = self._confirmed
-        if not self.done:
-            return Delta(text=text, token_ids=token_ids, sample=self._sample)
+        self._shown = confirmed
+        return self._ended(delta) if self.done else delta
+
+    def _prompt_logprobs_once(self) -> list[Logprob | None] | None:
+        """They are whole when the first token comes."""
+        wanted = self._sampling.prompt_logprobs is not None and self._sample == 0
+        if not wanted or not self.prompt_logprobs:
+            return None
+        entries, self.prompt_logprobs = self.prompt_logprobs, []
+        return entries
+
+    def _ended(self, delta: Delta) -> Delta:
+        """The last delta, with what it has besides."""
         finished = self._finished
         assert finished is not None
         if self._stop_string is None and finished.reason not in _REASONS:
             raise EngineFault(f"the engine ended the request with reason {finished.reason}")
-        return Delta(
-            text=text,
-            token_ids=token_ids,
+        return replace(
+            delta,
             finish_reason=FinishReason.STOP if self._cut is not None else _REASONS[finished.reason],
             stop_reason=self._stop_reason(finished),
             usage=Usage(
@@ -253,8 +275,7 @@ class Generation:
                 cached_tokens=finished.usage.cached_tokens,
                 output_tokens=len(self.token_ids) if self._cut is None else self._cut,
             ),
-            timings=_timings(finished.timings),
-            sample=self._sample,
+            timings=Timings.of(finished.timings),
             sampling=self._resolved_sampling(),
         )
 
@@ -278,13 +299,3 @@ _REASONS = {
     engine_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     engine_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
-
-
-def _timings(timings: engine_pb2.Timings) -> Timings:
-    return Timings(
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
-        first_token_s=timings.first_token_s,
-        decode_s=timings.decode_s,
-        preemptions=timings.preemptions,
-    )

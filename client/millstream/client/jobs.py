@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, overload
 
-from millstream.rpc.errors import InvalidArgument, MillstreamError, Unsupported
+from millstream.rpc.errors import InvalidArgument, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, to_proto
 from millstream.rpc.values import (
     UINT32_MAX,
@@ -68,6 +68,7 @@ class Job:
     max_retries: int | None
     sampling: SamplingParams
     stop: tuple[str, ...]
+    bad_words: tuple[str, ...]  # texts whose ids are still to be added to submission.sampling
 
     @property
     def num_samples(self) -> int:
@@ -168,8 +169,6 @@ def _job(
     check_bool("include_stop", params.include_stop)
     check_bool("skip_special_tokens", params.skip_special_tokens)
     max_retries = options.get("max_retries")
-    if params.bad_word_texts:
-        raise Unsupported("bad_words: only token ids so far", field="bad_words")
     detokenize = _flag("detokenize", options, default=True)
     if stop and not detokenize:
         raise InvalidArgument("stop: stop strings need detokenize=True", field="stop")
@@ -189,6 +188,7 @@ def _job(
         else check_int("max_retries", max_retries, 0, UINT32_MAX),
         sampling=params,
         stop=stop,
+        bad_words=params.bad_word_texts,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from millstream.rpc.sampling_params import SamplingParams
 from millstream.v1 import engine_pb2, tokenizer_pb2
@@ -40,6 +40,27 @@ class Timings:
     decode_s: float = 0.0  # from its first token until its last
     preemptions: int = 0
 
+    @classmethod
+    def of(cls, message: engine_pb2.Timings) -> Self:
+        return cls(
+            queue_s=message.queue_s,
+            prefill_s=message.prefill_s,
+            first_token_s=message.first_token_s,
+            decode_s=message.decode_s,
+            preemptions=message.preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """The log probability of a token: log_softmax of the model's logits, before penalties, bias,
+    temperature and filters."""
+
+    token_id: int
+    logprob: float
+    text: str | None = None  # of the token by itself; None in deltas, and without a tokenizer
+    top: list[Logprob] = field(default_factory=list)  # the likeliest in its place, as many as asked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
@@ -56,6 +77,9 @@ class Output:
     seed: int | None  # gives the same answer again
     sampling: SamplingParams  # every parameter as it was resolved; gives the same answer again
     other_samples: list[Output] = field(default_factory=list)  # with n > 1: this is the first
+    logprobs: list[Logprob] | None = None  # parallel to token_ids, if asked for
+    # Parallel to prompt_token_ids, if asked for: None for the first token. Of the first sample.
+    prompt_logprobs: list[Logprob | None] | None = None
 
     @property
     def samples(self) -> list[Output]:
@@ -80,6 +104,8 @@ class Delta:
     timings: Timings | None = None
     sampling: SamplingParams | None = None  # as in Output
     sample: int = 0  # of which of the n samples: 0 to n - 1; each has a last delta
+    logprobs: list[Logprob] | None = None  # parallel to token_ids, if asked for
+    prompt_logprobs: list[Logprob | None] | None = None  # as in Output; in its first delta
 
 
 class Health(enum.StrEnum):

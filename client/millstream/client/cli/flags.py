@@ -61,11 +61,19 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "frequency_penalty": {"type": float, "help": "-2 to 2; default: 0"},
     "repetition_penalty": {"type": float, "help": "above 0; default: 1"},
     "n": {"type": int, "help": "so many answers; default: 1"},
-    "logit_bias": {"type": _bias, "action": "append", "help": "repeatable"},
+    "logit_bias": {
+        "type": _bias,
+        "action": "append",
+        "help": "added to the logit of a token id, -100 to 100; repeatable",
+    },
     "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "only these"},
     "bad_words": {"action": "append", "metavar": "TEXT", "help": "never this; repeatable"},
-    "logprobs": {"type": int, "help": "of the likeliest so many tokens"},
-    "prompt_logprobs": {"type": int, "help": "of the prompt's tokens"},
+    "logprobs": {
+        "type": int,
+        "metavar": "N",
+        "help": "of each token, and of the N likeliest in its place; shown with --json",
+    },
+    "prompt_logprobs": {"type": int, "metavar": "N", "help": "the same of the prompt's tokens"},
     "json_schema": {
         "type": text_or_file,
         "metavar": "JSON|FILE",
