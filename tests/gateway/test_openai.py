@@ -106,35 +106,30 @@ def test_the_engine_hears_of_a_stop_string(one: Gateway, engines: Sequence[Engin
     assert after.num_requests_running == 0
 
 
-SOON = pytest.mark.xfail(reason="log probabilities, penalties and grammars are on their way")
-
-
-@SOON
-def test_chat_log_probabilities(one: Gateway) -> None:
-    done = one.client.chat.completions.create(
-        model=MODEL, messages=CHAT, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
-    )
-    logprobs = done.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
-    assert "".join(token.token for token in logprobs.content) == "The capital of France is"
-    for token in logprobs.content:
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_log_probabilities(one: Gateway, stream: bool) -> None:
+    """(This gateway gives none for the completions API, whatever the engine sends.)"""
+    parts: list[Any] = []
+    if stream:
+        chunks = one.client.chat.completions.create(
+            model=MODEL, messages=CHAT, temperature=0, max_tokens=5, logprobs=True,
+            top_logprobs=3, stream=True,
+        )  # fmt: skip
+        parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+    else:
+        done = one.client.chat.completions.create(
+            model=MODEL, messages=CHAT, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
+        )
+        parts = [done.choices[0].logprobs]
+    tokens = [token for part in parts if part for token in part.content]
+    assert "".join(token.token for token in tokens) == "The capital of France is"
+    for token in tokens:
         assert len(token.top_logprobs) == 3
         values = [top.logprob for top in token.top_logprobs]
         assert values == sorted(values, reverse=True)
         assert token.top_logprobs[0].token == token.token, "greedy"
         assert token.logprob == pytest.approx(values[0])
         assert sum(map(math.exp, values)) <= 1.0001
-
-
-@SOON
-def test_completion_log_probabilities(one: Gateway) -> None:
-    done = one.client.completions.create(
-        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=3, logprobs=2
-    )
-    logprobs = done.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.token_logprobs is not None and len(logprobs.token_logprobs) == 3
-    assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
 
 
 def test_samples(one: Gateway) -> None:
@@ -165,7 +160,6 @@ def test_seeds(one: Gateway) -> None:
     assert text(7) != text(8)
 
 
-@SOON
 def test_penalties_and_bias_change_the_answer(one: Gateway) -> None:
     def text(**params: Any) -> str:
         done = one.client.completions.create(
@@ -189,7 +183,7 @@ SCHEMA = {
 }
 
 
-@SOON
+@pytest.mark.xfail(reason="structured output is on its way")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_json_schema(one: Gateway, temperature: float) -> None:
     done = one.client.chat.completions.create(

@@ -114,7 +114,6 @@ async def test_samples(stub: vllm_grpc.VllmEngineStub, stream: bool) -> None:
     assert all(list(c.output_ids) == tokens_after(10, 4) for c in call.completes.values())
 
 
-@pytest.mark.xfail(reason="log probabilities are on their way")
 async def test_log_probabilities(stub: vllm_grpc.VllmEngineStub) -> None:
     call = Call(stub, request([10], logprobs=2, max_tokens=3))
     await call.to_end()
