@@ -34,6 +34,11 @@ def test_the_client_imports_none_of_the_services_libraries() -> None:
 
 
 def test_the_front_end_does_not_import_torch() -> None:
-    code = "import sys, millstream.engine.__main__; print('torch' in sys.modules)"
+    """Nor what the first request with a stop string brings."""
+    code = (
+        "import sys, millstream.engine.__main__\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[]"

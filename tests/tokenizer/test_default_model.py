@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from millstream.tokenizer.codec import Codec
+from millstream.tokenizer.decoding import Decoding
 from millstream.tokenizer.detokenizer import Detokenizer
 from millstream.v1.tokenizer_pb2 import Chat, ChatMessage
 
@@ -76,3 +77,15 @@ def test_row_77_long_runs_on_the_real_tokenizer(codec: Codec) -> None:
     for text in ("a" * 80_000, " " * 1_000_000, "a" * 1_000_000):
         [ids] = codec.encode_batch([text], add_special_tokens=True)
         assert codec.decode(ids, skip_special_tokens=True) == text
+
+
+def test_decoding_needs_no_transformers(default_model_dir: Path, codec: Codec) -> None:
+    """The engine's front end loads tokenizer.json alone, and gets the same text."""
+    alone = Decoding.load(default_model_dir)
+    assert alone.vocab_size == codec.vocab_size
+    rng = random.Random(3)
+    for skip in (True, False):
+        for _ in range(200):
+            token_ids = [*rng.choices(range(codec.vocab_size), k=20), 0, 1, 2]
+            text = codec.decode(token_ids, skip_special_tokens=skip)
+            assert alone.decode(token_ids, skip_special_tokens=skip) == text
