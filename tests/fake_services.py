@@ -268,6 +268,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         )
         self.fail_at_token: int | None = None  # of every sequence
         self.break_after_messages: int | None = None  # then the stream ends UNAVAILABLE
+        self.hold = False  # Encode and Decode do not answer
         self.encode_calls = 0
         self.encoded: list[str] = []
         self.decoded = 0  # sequences
@@ -284,6 +285,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.EncodeRequest, context: Any
     ) -> tokenizer_pb2.EncodeResponse:
         self.encode_calls += 1
+        await self._held()
         response = tokenizer_pb2.EncodeResponse()
         for one in request.inputs:
             text = one.text
@@ -300,9 +302,14 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.DecodeRequest, context: Any
     ) -> tokenizer_pb2.DecodeResponse:
         self.decoded += len(request.sequences)
+        await self._held()
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
         texts = [text_of(list(one.token_ids), skip) for one in request.sequences]
         return tokenizer_pb2.DecodeResponse(texts=texts)
+
+    async def _held(self) -> None:
+        while self.hold:  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.005)
 
     async def Detokenize(
         self, requests: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Any

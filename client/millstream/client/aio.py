@@ -194,6 +194,7 @@ class AsyncClient:
 
     async def info(self) -> ServicesInfo:
         """What the services say of themselves: models, limits, fingerprints."""
+        self._services.check_open()
         engine = tokenizer = None
         if self._services.engine:
             engine = (await self._services.engine_stream()).engine

@@ -17,7 +17,7 @@ from millstream.client.engine_stream import Observer
 from millstream.client.jobs import ChatOptions, Message, Prompt, RequestOptions
 from millstream.client.stream import Stream
 from millstream.client.types import Delta, Output, ServicesHealth, ServicesInfo
-from millstream.rpc.errors import EngineUnavailable
+from millstream.rpc.errors import Cancelled, EngineUnavailable
 from millstream.rpc.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -207,7 +207,7 @@ class Client:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise EngineUnavailable("the client was closed") from None
+            raise Cancelled("the client was closed") from None
         except BaseException:
             future.cancel()
             raise

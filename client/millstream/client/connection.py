@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import grpc
@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millstream.client.naming import in_keywords
 from millstream.client.types import Health
-from millstream.rpc.errors import EngineUnavailable, MillstreamError, from_rpc_error
+from millstream.rpc.errors import Cancelled, EngineUnavailable, MillstreamError, from_rpc_error
 from millstream.rpc.options import channel_options
 
 _CHECK_TIMEOUT_S = 5.0
@@ -23,6 +23,19 @@ _RECONNECT = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+
+
+@contextlib.contextmanager
+def closing_told() -> Iterator[None]:
+    """Whoever waits for a service while the client is closed is told so, with Cancelled. Only a
+    task that is itself cancelled sees CancelledError."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Cancelled("the client was closed") from None
 
 
 class Connection:
@@ -66,7 +79,10 @@ class Connection:
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
         request = health_pb2.HealthCheckRequest(service=self._service)
         try:
-            response = await stub.Check(request, timeout=_CHECK_TIMEOUT_S)
+            with closing_told():
+                response = await stub.Check(request, timeout=_CHECK_TIMEOUT_S)
+        except Cancelled:
+            return Health.UNREACHABLE
         except grpc.aio.AioRpcError as error:
             found = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
             return Health.NOT_SERVING if found else Health.UNREACHABLE

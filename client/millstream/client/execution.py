@@ -22,7 +22,6 @@ from millstream.client.text import TextStream
 from millstream.client.token_texts import TokenTexts
 from millstream.client.types import Output
 from millstream.rpc.errors import (
-    Cancelled,
     DeadlineExceeded,
     EngineFault,
     EngineUnavailable,
@@ -34,24 +33,11 @@ from millstream.v1 import engine_pb2, tokenizer_pb2
 _CALL_ITEMS = 128  # in one Encode or Decode call
 _CALL_SIZE = 1024 * 1024  # characters or ids in one
 _CALLS = 4  # at once
-_CLOSED = "the client was closed"
 
 _NO_INPUTS_FAULT = (EngineUnavailable, DeadlineExceeded, EngineFault)
 
 T = TypeVar("T")
 Outcome = Output | BaseException
-
-
-@contextlib.contextmanager
-def _closing_told() -> Iterator[None]:
-    """A cancellation that is not this task's own comes of the client's being closed: an error."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise Cancelled(_CLOSED) from None
 
 
 class Executor:
@@ -74,6 +60,7 @@ class Executor:
         """The outputs in order, or just the one. An exception in the batch keeps its place."""
         if one and isinstance(batch[0], MillstreamError):
             raise batch[0]  # before any call
+        self._services.check_open()
         shows = (len(batch) > 1 and sys.stderr.isatty()) if use_tqdm is None else use_tqdm
         outcomes: list[Outcome] = []
         with _progress(len(batch), shows) as tick:
@@ -81,12 +68,9 @@ class Executor:
                 self._run_chunk(batch[chunk], tick)
                 for chunk in _chunks([_encode_size(item) for item in batch])
             ]
-            with _closing_told():
-                for chunk_outcomes in await asyncio.gather(*chunks):
-                    outcomes += chunk_outcomes
+            for chunk_outcomes in await asyncio.gather(*chunks):
+                outcomes += chunk_outcomes
         for number, outcome in enumerate(outcomes):
-            if isinstance(outcome, asyncio.CancelledError):
-                outcomes[number] = outcome = Cancelled(_CLOSED)
             in_place = return_exceptions and isinstance(outcome, MillstreamError)
             if isinstance(outcome, BaseException) and not in_place:
                 if not one:
@@ -97,9 +81,9 @@ class Executor:
     async def start(self, job: Job) -> Samples:
         """Submits one job, to be followed piece by piece; again, as often as it allows, if the
         queue is full."""
+        self._services.check_open()
         deadline = _deadline(job)
-        with _closing_told():
-            (encoded,) = await self._encode_all([job])
+        (encoded,) = await self._encode_all([job])
         if isinstance(encoded, MillstreamError):
             raise encoded
         engine, text = await self._streams(job)
@@ -119,6 +103,7 @@ class Executor:
         self, inputs: Sequence[tokenizer_pb2.EncodeInput], *, add_special_tokens: bool
     ) -> list[engine_pb2.TokenSequence]:
         """The token ids of any number of inputs."""
+        self._services.check_open()
         call = functools.partial(self._services.encode, add_special_tokens=add_special_tokens)
         return await self._in_calls(call, inputs, [len(one.text) for one in inputs])
 
@@ -126,6 +111,7 @@ class Executor:
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool
     ) -> list[str]:
         """The texts of any number of sequences."""
+        self._services.check_open()
         call = functools.partial(self._services.decode, skip_special_tokens=skip_special_tokens)
         return await self._in_calls(call, sequences, [len(one) for one in sequences])
 

@@ -10,10 +10,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from millstream.client.connection import Connection
+from millstream.client.connection import Connection, closing_told
 from millstream.client.engine_stream import EngineStream, Observer
 from millstream.client.text import TextStream
 from millstream.rpc.errors import (
+    Cancelled,
     EngineUnavailable,
     FingerprintMismatch,
     InvalidArgument,
@@ -57,6 +58,7 @@ class Services:
                 target=tokenizer, kind="tokenizer", service=_TOKENIZER, timeout_s=timeout_s
             )
         self._observer = observer
+        self._closed = False
         self._engine = _Opener(self._open_engine)
         self._text = _Opener(self._open_text)
 
@@ -102,7 +104,14 @@ class Services:
         )
         return list((await self._call_tokenizer("Decode", request)).texts)
 
+    def check_open(self) -> None:
+        """Raises EngineUnavailable once it is closed: for those who come then."""
+        if self._closed:
+            raise EngineUnavailable("the client is closed")
+
     async def close(self) -> None:
+        """Whoever waits for a service is told, with Cancelled."""
+        self._closed = True
         await self._engine.close()
         await self._text.close()
         for connection in (self.engine, self.tokenizer):
@@ -135,7 +144,8 @@ class Services:
         await self.text_stream()  # waits until it serves
         stub: Any = tokenizer_pb2_grpc.TokenizerStub(connection.channel)
         try:
-            return await getattr(stub, method)(request, timeout=timeout_s)
+            with closing_told():
+                return await getattr(stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise connection.error(error) from None
 
@@ -160,8 +170,8 @@ class _Opener(Generic[S]):
         self._closed = False
 
     async def get(self) -> S:
-        if self._closed:
-            raise EngineUnavailable("the client is closed")
+        if self._closed:  # since the caller came
+            raise Cancelled("the client was closed")
         self._loop = self._loop or asyncio.get_running_loop()
         if self._loop is not asyncio.get_running_loop():
             raise RuntimeError("an AsyncClient belongs to the event loop that used it first")
@@ -169,7 +179,8 @@ class _Opener(Generic[S]):
         if task is None or (task.done() and (task.exception() or task.result().broken)):
             task = self._opening = asyncio.create_task(self._open_anew(task))
         try:
-            return await asyncio.shield(task)
+            with closing_told():
+                return await asyncio.shield(task)
         except MillstreamError as error:
             raise copy(error) from None
 
