@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.rpc.errors import InvalidArgument
-from millstream.rpc.sampling_params import SamplingParams, to_proto
+from millstream.rpc.sampling_params import SamplingParams, from_proto, to_proto
 from millstream.v1 import engine_pb2
 
 
@@ -29,6 +29,24 @@ def test_the_others() -> None:
     assert empty.WhichOneof("structured_output") == "choice"
     nothing = to_proto(SamplingParams(json_object=False, json_schema=None))
     assert nothing == engine_pb2.SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json_schema": "{}"},
+        {"json_object": True},
+        {"regex": ""},
+        {"choice": ["a", ""]},
+        {"grammar": "a"},
+        {},
+    ],
+)
+def test_resolved_parameters_come_back_as_they_were(given: dict[str, Any]) -> None:
+    message = to_proto(SamplingParams(**given))
+    back = from_proto(message)
+    assert to_proto(back) == message
+    assert {name: getattr(back, name) for name in given} == given
 
 
 @pytest.mark.parametrize(

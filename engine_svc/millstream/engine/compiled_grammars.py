@@ -23,10 +23,12 @@ from llguidance import LLTokenizer
 from millstream.engine.grammar import (
     CompiledGrammar,
     GrammarState,
+    MaskRow,
     compile_grammar,
     load_vocabulary,
 )
 from millstream.engine.grammar_checker import GrammarChecker
+from millstream.engine.grammar_errors import GrammarError
 from millstream.engine.request import GrammarSpec
 
 Result = TypeVar("Result")
@@ -71,13 +73,16 @@ class CompiledGrammars:
             self._outcomes.move_to_end(spec)
             return outcome
 
-    def start(self, spec: GrammarSpec) -> GrammarState:
-        """A new walk of a grammar that was prepared. Raises GrammarError."""
+    def start(self, spec: GrammarSpec) -> GrammarState | Unstartable:
+        """A new walk of a grammar that was prepared."""
         with self._lock:
             outcome = self._outcomes.get(spec)
-        if outcome is None or not outcome.done():
-            return compile_grammar(self._vocabulary.result(), spec).start()
-        return outcome.result().start()
+        try:
+            if outcome is None or not outcome.done():
+                return compile_grammar(self._vocabulary.result(), spec).start()
+            return outcome.result().start()
+        except GrammarError as error:
+            return Unstartable(error)
 
     def close(self) -> None:
         """Ends threads and processes, in a moment. Nothing may be prepared afterwards."""
@@ -103,6 +108,21 @@ class CompiledGrammars:
     def _compile(self, checker: GrammarChecker, spec: GrammarSpec) -> CompiledGrammar:
         checker.check(spec)
         return compile_grammar(self._vocabulary.result(), spec)
+
+
+class Unstartable:
+    """The walk of a grammar that cannot even start (token_masks.Grammar)."""
+
+    is_done = False
+
+    def __init__(self, error: GrammarError) -> None:
+        self._error = error
+
+    def fill(self, row: MaskRow) -> None:
+        raise self._error
+
+    def accept(self, token_id: int) -> None:
+        raise self._error
 
 
 def _settle(future: Future[Result], function: Callable[[], Result]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from typing import Any
 
 from millstream.engine.plan import Runner
 from millstream.engine.prefix import BlockEvent, BlockName
@@ -34,7 +35,7 @@ class EngineCore:
         self._clock = clock
         self._finished: list[FinishedRecord] = []  # between steps; told with the next one
 
-    def prepare_grammar(self, spec: GrammarSpec) -> Future[object]:
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
         """As Runner.prepare_grammar: to be done before a request with this grammar is submitted."""
         return self._runner.prepare_grammar(spec)
 

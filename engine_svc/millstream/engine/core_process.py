@@ -21,7 +21,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from millstream.engine.channel import CoreChannel
 from millstream.engine.child_process import CLEAR_ERRORS, explain, named, outlive_nobody
@@ -161,7 +161,7 @@ def _obey(
             assert_never(command)
 
 
-def _prepared(token: int, outcome: Future[object]) -> GrammarPrepared:
+def _prepared(token: int, outcome: Future[Any]) -> GrammarPrepared:
     error = outcome.exception()
     if error is None:
         return GrammarPrepared(token)

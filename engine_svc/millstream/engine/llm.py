@@ -23,10 +23,12 @@ from tqdm.auto import tqdm
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.generation_config import sampling_defaults
+from millstream.engine.grammar_errors import GrammarError, VocabularyError
+from millstream.engine.grammar_validation import refusal_of
 from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.records import FinishedRecord, Stats
-from millstream.engine.request import FinishReason, Request
+from millstream.engine.request import FinishReason, GrammarSpec, Request
 from millstream.engine.validation import to_requests
 from millstream.rpc.errors import EngineFault, Unsupported
 from millstream.rpc.sampling_params import SamplingParams, to_proto
@@ -186,7 +188,16 @@ class LLM:
             defaults=self._defaults,
         )
         self._num_keys += len(samples)
+        if (grammar := samples[0].sampling.grammar) is not None:
+            self._prepare_grammar(grammar)
         return samples
+
+    def _prepare_grammar(self, spec: GrammarSpec) -> None:
+        try:
+            self._core.prepare_grammar(spec).result()
+        except GrammarError as error:
+            has_vocabulary = not isinstance(error, VocabularyError)
+            raise refusal_of(spec, str(error), has_vocabulary=has_vocabulary) from None
 
     def _submit(self, requests: list[Request]) -> None:
         with _uninterrupted():

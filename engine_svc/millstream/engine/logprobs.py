@@ -34,12 +34,13 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScores:
-    """What a step has to tell of log probabilities, on any device."""
+    """What a step has to tell beside its tokens: log probabilities, on any device, and problems."""
 
     sampled: Scores | None  # of the rows of the step that asked
     counts: list[int | None]  # of each row: how many likeliest tokens it asked for
     prompts: Scores | None  # of the targets of all chunks, one after the other
     shapes: list[tuple[int, int]]  # of each chunk with targets: how many, likeliest tokens of each
+    problems: dict[int, str]  # StepResult's
 
     def to_host(self) -> StepScores:
         """As Scores.to_host."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from millstream.engine.request import GrammarSpec, Sampling
 
@@ -96,6 +96,8 @@ class StepResult:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     # For each chunk that has targets, of each of these.
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    # Why a row's token is none that the request asked for, by the row: the request has failed.
+    problems: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,7 @@ class Runner(Protocol):
     def collect(self) -> StepResult:
         """Waits for the oldest launched step."""
 
-    def prepare_grammar(self, spec: GrammarSpec) -> Future[object]:
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
         """Compiles a grammar beside the loop, before a request that follows it is launched; the
         future may have a GrammarError. Only if info.structured_output."""
 

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,12 @@ import msgspec
 from millstream.engine import startup
 from millstream.engine.collectives import make_group, open_store
 from millstream.engine.config import EngineConfig
+from millstream.engine.grammar import CompiledGrammar
 from millstream.engine.hardware import LoadError, check_devices
 from millstream.engine.parallel import share_of
 from millstream.engine.plan import Plan, StepResult
 from millstream.engine.plan_codec import PlanEncoder
+from millstream.engine.request import GrammarSpec
 from millstream.engine.ring import RingFiles, RingWriter
 from millstream.engine.runner import ModelRunner
 from millstream.engine.shard_sampling import RowNeeds
@@ -261,6 +264,9 @@ class RanksRunner:
         except RuntimeError:
             self._processes.explain()
             raise
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        return self._first.prepare_grammar(spec)
 
     def close(self) -> None:
         self._processes.close()

@@ -94,4 +94,5 @@ def _result(step: int, token_ids: list[int], scores: StepScores | None) -> StepR
         token_ids=token_ids,
         logprobs=scores.logprobs(),
         prompt_logprobs=scores.prompt_logprobs(),
+        problems=scores.problems,
     )

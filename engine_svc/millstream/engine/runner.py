@@ -20,6 +20,7 @@ import contextlib
 import functools
 import logging
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ import torch
 from millstream.engine import startup
 from millstream.engine.attention import allocate_kv_cache
 from millstream.engine.config import EngineConfig
+from millstream.engine.grammar import CompiledGrammar
 from millstream.engine.graphs import CudaGraphRecorder, DecodeGraphs, Kind
 from millstream.engine.hardware import LoadError, detect, resolve
 from millstream.engine.layout import BatchLayout
@@ -36,6 +38,7 @@ from millstream.engine.logprobs import StepScores
 from millstream.engine.models import Hidden
 from millstream.engine.parallel import Group
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
+from millstream.engine.request import GrammarSpec
 from millstream.engine.results import CpuResults, GpuResults
 from millstream.engine.rope_config import RopeType
 from millstream.engine.sampling import sample
@@ -79,6 +82,7 @@ class ModelRunner:
         self._group = group
         whole = startup.model_config(config, model_dir)
         self._model_config = startup.rank_config(whole, group)
+        self._grammars = startup.make_grammars(whole, model_dir, group)
         self._resolved = resolved = resolve(config, detect(config.device), self._model_config)
         startup.set_threads(config, resolved, group)
         # All work of a runner is on one stream, which is not the default one: graphs need that.
@@ -125,7 +129,12 @@ class ModelRunner:
             num_blocks=num_blocks,
             max_in_flight=resolved.max_in_flight,
             prefix_sharing=self._model_config.rope.type is not RopeType.DYNAMIC,
+            structured_output=self._grammars is not None,
         )
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        assert self._grammars is not None, "validation refuses what is not there"
+        return self._grammars.prepare(spec)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> None:
@@ -142,6 +151,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the model and the KV cache. Nothing may be called afterwards."""
+        if self._grammars is not None:
+            self._grammars.close()
         if self._resolved.on_gpu:
             torch.cuda.synchronize(self._resolved.device)
         del self._graphs, self._logits, self._model, self._ops, self._kv_cache
@@ -282,7 +293,9 @@ class ModelRunner:
             dynamic_rope=self._model_config.rope.type is RopeType.DYNAMIC,
         )
         self._edits = SlotEdits(
-            vocab_size=self._model_config.vocab_size, device=resolved.device, grammars=None
+            vocab_size=self._model_config.vocab_size,
+            device=resolved.device,
+            grammars=self._grammars,
         )
         self._graphs: DecodeGraphs | None = None
         self._allocate_kv_cache(num_blocks=0)  # first steps write to the scratch block

@@ -325,9 +325,13 @@ class Scheduler:
         for sequence in launched.rows[: launched.num_chunk_rows]:
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
+        finished = [
+            self._end(launched.rows[row], FinishReason.ERROR, now, message=problem)
+            for row, problem in result.problems.items()
+            if launched.rows[row].status is not Status.FINISHED
+        ]
         keys: list[int] = []
         token_ids: list[int] = []
-        finished: list[FinishedRecord] = []
         gone = Status.FINISHED
         logprobs, prompt_logprobs = _logprobs_of_the_living(launched, result)
         for sequence, token_id in zip(launched.rows, result.token_ids, strict=True):
@@ -338,7 +342,9 @@ class Scheduler:
             keys.append(sequence.key)
             token_ids.append(token_id)
             sequence.last_token_at = now
-            if token_id in sequence.stop_token_ids and len(known) > sequence.min_position:
+            if token_id in sequence.stop_token_ids and (
+                len(known) > sequence.min_position or token_id in sequence.end_token_ids
+            ):
                 stop = FinishReason.STOP
                 finished.append(self._end(sequence, stop, now, stop_token_id=token_id))
             elif len(known) == sequence.max_len:

@@ -51,7 +51,8 @@ class Sequence:
     prompt_len: int
     max_len: int  # token_ids never grows past this
     stop_token_ids: frozenset[int]  # EOS ids included, unless ignored
-    min_position: int  # stop ids count from this position on
+    end_token_ids: frozenset[int]  # EOS ids where a grammar has the last word on the end
+    min_position: int  # stop ids count from this position on, but for end_token_ids
     arrived_at: float
 
     status: Status = Status.WAITING
@@ -80,7 +81,8 @@ class Sequence:
         """The sequence of a new request; `now` in seconds of any monotonic clock."""
         sampling = request.sampling
         prompt_len = len(request.token_ids)
-        eos_token_ids = () if sampling.ignore_eos else info.eos_token_ids
+        structured = sampling.grammar is not None
+        eos_token_ids = () if sampling.ignore_eos and not structured else info.eos_token_ids
         return cls(
             request=request,
             key=request.key,
@@ -88,6 +90,7 @@ class Sequence:
             prompt_len=prompt_len,
             max_len=min(prompt_len + sampling.max_tokens, info.max_model_len),
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
+            end_token_ids=frozenset(eos_token_ids if structured else ()),
             min_position=prompt_len + sampling.min_tokens,
             arrived_at=now,
             # Nothing comes before the first token that it could follow from.

@@ -212,7 +212,10 @@ class SlotEdits:
             num_top = max(num_top for _, num_top in shapes)
             prompts = score(prompt_logits, rows, token_ids, num_top, self._vocab_size)
         counts = self._num_logprobs(batch)
-        return StepScores(sampled=sampled, counts=counts, prompts=prompts, shapes=shapes)
+        problems = {row: mask.problem for row, mask in batch.masks.items() if mask.problem}
+        return StepScores(
+            sampled=sampled, counts=counts, prompts=prompts, shapes=shapes, problems=problems
+        )
 
     def _num_logprobs(self, batch: _Batch) -> list[int | None]:
         slots = batch.slots

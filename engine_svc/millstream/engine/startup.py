@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from millstream.engine.attention import bytes_per_block
+from millstream.engine.compiled_grammars import CompiledGrammars
 from millstream.engine.config import LOAD_FORMATS, EngineConfig
 from millstream.engine.hardware import (
     LoadError,
@@ -47,6 +48,21 @@ def model_config(config: EngineConfig, model_dir: Path | None) -> ModelConfig:
             f"not {config.model!r}"
         )
     return shape
+
+
+def make_grammars(
+    model_config: ModelConfig, model_dir: Path | None, group: Group | None
+) -> CompiledGrammars | None:
+    """What structured output follows; None without tokenizer.json or EOS ids, and on other ranks
+    than the first, which samples. Loads the vocabulary beside the weights."""
+    if group is not None and group.rank != 0:
+        return None
+    file = model_dir / "tokenizer.json" if model_dir is not None else None
+    if file is None or not file.is_file() or not model_config.eos_token_ids:
+        return None
+    return CompiledGrammars(
+        file, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
+    )
 
 
 def make_ops(resolved: ResolvedConfig, model_config: ModelConfig) -> Ops:

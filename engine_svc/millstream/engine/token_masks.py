@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from millstream.engine.grammar_errors import GrammarError
 from millstream.engine.plan import SlotStart
 from millstream.engine.request import GrammarSpec
 
@@ -24,7 +25,8 @@ class Grammar(Protocol):
     """How far one sequence has come in what its output must be."""
 
     def fill(self, row: Words) -> None:
-        """Writes the bits of the ids that may come next: [ceil(vocab_size / 32)]."""
+        """Writes the bits of the ids that may come next: [ceil(vocab_size / 32)]. Raises
+        GrammarError when it cannot go on, and so may accept."""
 
     def accept(self, token_id: int) -> None:
         """The sequence got a token, which `fill` allowed."""
@@ -37,7 +39,8 @@ class Grammar(Protocol):
 class Grammars(Protocol):
     """Makes grammars; one for an engine."""
 
-    def start(self, spec: GrammarSpec) -> Grammar: ...
+    def start(self, spec: GrammarSpec) -> Grammar:
+        """A grammar at its beginning; one that cannot start says so when it is used."""
 
 
 def num_words(vocab_size: int) -> int:
@@ -74,6 +77,7 @@ class SlotMask:
                 longest = max(longest, len(before))
         self._recent: deque[int] = deque(maxlen=longest)  # of the output
         self.follows = sampling.follows_tokens
+        self.problem = ""  # why the grammar cannot be followed any more: the sequence must end
         # The row made last, and what of.
         self._key: tuple[bool, tuple[int, ...]] | None = None
         self._row = self._all
@@ -85,7 +89,14 @@ class SlotMask:
         """The sequence got a token. Needed only if it `follows` tokens."""
         self._recent.append(token_id)
         if self._grammar is not None and not self._grammar.is_done:
-            self._grammar.accept(token_id)
+            try:
+                self._grammar.accept(token_id)
+            except GrammarError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: GrammarError) -> None:
+        self.problem = str(error) or "its grammar cannot be followed"
+        self._grammar = None
 
     def narrows(self, position: int) -> bool:
         """Whether some id may not be sampled as the token at `position` (in prompt + output), or at
@@ -103,14 +114,21 @@ class SlotMask:
             return self._row
         row = self._all
         if grammar is not None:
-            row = np.empty_like(self._all)
-            grammar.fill(row)
-            row = _both(self._all, row)
+            row = self._fill(grammar)
         row = _both(row, self._allowed)
         row = _both(row, self._no_ends if early else None)
         self._row = _both(row, self._all_but(bad))
         self._key = (early, bad) if grammar is None else None
         return self._row
+
+    def _fill(self, grammar: Grammar) -> Words:
+        row = np.empty_like(self._all)
+        try:
+            grammar.fill(row)
+        except GrammarError as error:
+            self._give_up(error)
+            return self._all
+        return _both(self._all, row)
 
     def _completions(self) -> tuple[int, ...]:
         """The ids that would complete a bad word."""

@@ -12,7 +12,11 @@ from functools import partial
 from typing import Any
 
 from millstream.rpc.errors import InvalidArgument
-from millstream.rpc.structured_output import STRUCTURED_OUTPUTS, set_structured_output
+from millstream.rpc.structured_output import (
+    STRUCTURED_OUTPUTS,
+    set_structured_output,
+    structured_output_of,
+)
 from millstream.rpc.values import (
     UINT32_MAX,
     UINT64_MAX,
@@ -131,11 +135,11 @@ def from_proto(message: engine_pb2.SamplingParams) -> SamplingParams:
     }
     return SamplingParams(
         **values,
+        **structured_output_of(message),
         stop_token_ids=list(message.stop_token_ids),
         allowed_token_ids=list(message.allowed_token_ids),
         logit_bias=dict(message.logit_bias) or None,
         bad_words=[list(word.token_ids) for word in message.bad_words],
-        choice=list(message.choice.values),
     )
 
 

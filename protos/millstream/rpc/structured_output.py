@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from millstream.rpc.errors import InvalidArgument
 from millstream.rpc.values import check_bool, check_list, check_text, refusal
@@ -37,6 +38,15 @@ def set_structured_output(message: engine_pb2.SamplingParams, given: Mapping[str
                 message.choice.values.extend(check_text(name, text) for text in texts)
             case _:
                 setattr(message, name, check_text(name, value))
+
+
+def structured_output_of(message: engine_pb2.SamplingParams) -> dict[str, Any]:
+    """The field that set_structured_output() sets so, if any."""
+    name = message.WhichOneof("structured_output")
+    if name is None:
+        return {}
+    value = getattr(message, name)
+    return {name: list(value.values) if name == "choice" else value}
 
 
 def _json_text(schema: object) -> str:
