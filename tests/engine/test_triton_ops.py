@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from tests.tiny_models import make_tiny_model
 
+from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_sizes
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
-from millstream.engine.graphs import Decode, DecodeGraphs, Kind, batch_sizes
+from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
 from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Request, Sampling
 from millstream.engine.runner import ModelRunner, create
@@ -50,14 +53,14 @@ def run(
 class FakeGraph:
     """Computes when it is replayed."""
 
-    def __init__(self, decode: Decode, slots: torch.Tensor, kind: Kind) -> None:
-        decode(slots, kind)  # as when a graph is recorded
-        self.decode, self.slots, self.kind = decode, slots, kind
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        step()  # as when a graph is recorded
+        self.step = step
         self.output = torch.empty(0)
         self.replays = 0
 
     def replay(self) -> None:
-        self.output = self.decode(self.slots, self.kind)
+        self.output = self.step()
         self.replays += 1
 
 
@@ -71,6 +74,18 @@ def add_fake_graphs(runner: ModelRunner) -> DecodeGraphs:
             device=CPU,
         )
     return runner._graphs
+
+
+def add_fake_chunk_graphs(runner: ModelRunner) -> ChunkGraphs:
+    runner._chunk_graphs = ChunkGraphs(
+        runner._chunk_step,
+        FakeGraph,
+        max_tokens=200,
+        max_decodes=runner._resolved.max_num_seqs,
+        padding_slot=runner._slots.padding_slot,
+        device=CPU,
+    )
+    return runner._chunk_graphs
 
 
 GREEDY = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -142,6 +157,57 @@ def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:
     padding = runner._slots.padding_slot
     assert runner._slots._computed[padding] == runner._slots._last_tokens[padding] == 0
     assert not runner._slots._block_tables[padding].any()
+
+
+def test_chunks_in_graphs_give_the_same_tokens(folder: Path) -> None:
+    """Prompts in chunks beside decodes, greedy, seeded and filtered; the second time in graphs."""
+    prompts = [*PROMPTS, list(range(7, 97))]
+    samplings = [
+        Sampling(
+            max_tokens=6, temperature=0.6 * (i % 2), seed=i, top_k=5 * (i % 3), ignore_eos=True
+        )
+        for i in range(len(prompts))
+    ]
+    options = {"max_num_batched_tokens": 40, "attention_backend": "triton"}
+    expected = run(load(folder, **options), prompts, samplings)
+    runner = load(folder, **options)
+    graphs = add_fake_chunk_graphs(runner)
+    assert run(runner, prompts, samplings) == expected
+    assert run(runner, [[1, *prompt] for prompt in prompts], samplings)
+    before = sum(graph.replays for _, graph in graphs._graphs.values())  # type: ignore[attr-defined]
+    assert run(runner, prompts, samplings) == expected
+    after = sum(graph.replays for _, graph in graphs._graphs.values())  # type: ignore[attr-defined]
+    assert after > before
+
+
+def test_row_42_padding_of_chunks_touches_nothing_but_scratch(folder: Path) -> None:
+    """As with decodes: the cache full of NaN, three prompts in a bucket for 31."""
+    runner = load(folder, attention_backend="triton")
+    add_fake_graphs(runner)
+    graphs = add_fake_chunk_graphs(runner)
+    prompts, sampling = PROMPTS[:3], Sampling(max_tokens=9, temperature=0.0, ignore_eos=True)
+    expected = run(load(folder), prompts, sampling)
+    with torch.inference_mode():
+        graphs.record_largest()
+        bucket = next(key for key, _ in graphs._graphs)
+        graphs.choose = lambda host: bucket if len(host.plan.chunks) else None  # type: ignore[method-assign]
+        runner._kv_cache.data.fill_(float("nan"))
+    assert run(runner, prompts, sampling) == expected
+    written = runner._kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
+    per_block = written.all(0).all(0).view(-1, 16).sum(1).tolist()
+    assert per_block[0] == 1, "the padding slot is at position 0 of the scratch block"
+    assert sum(per_block[1:]) == sum(len(prompt) + 9 - 1 for prompt in prompts)
+    padding = runner._slots.padding_slot
+    assert runner._slots._computed[padding] == runner._slots._last_tokens[padding] == 0
+
+
+@pytest.mark.parametrize("largest", [64, 65, 100, 2048, 8192, 9000])
+def test_a_bucket_wastes_a_quarter_at_most(largest: int) -> None:
+    sizes = token_sizes(largest)
+    assert sizes[-1] == largest and sizes == sorted(set(sizes))
+    for smaller, size in itertools.pairwise(sizes):
+        assert size <= 1.25 * smaller
+    assert decode_sizes(8) == [0, 8] and decode_sizes(256) == [0, 16, 64, 256]
 
 
 def test_a_steady_batch_writes_the_graphs_input_once(folder: Path) -> None:

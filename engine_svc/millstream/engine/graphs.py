@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,17 +33,17 @@ Decode = Callable[[torch.Tensor, Kind], torch.Tensor]
 
 
 class Graph(Protocol):
-    """A recorded decode step."""
+    """A recorded step."""
 
     @property
     def output(self) -> torch.Tensor:
-        """What Decode returned; each replay overwrites it."""
+        """What the step returned; each replay overwrites it."""
 
     def replay(self) -> None: ...
 
 
-# Records a decode step, without an effect on slots other than the padding slot.
-Record = Callable[[Decode, torch.Tensor, Kind], Graph]
+# Records a step, which it computes without an effect on slots other than the padding slot.
+Record = Callable[[Callable[[], torch.Tensor]], Graph]
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -97,7 +98,7 @@ class DecodeGraphs:
             # Recording begins with a step that counts: none of a sequence's.
             self._slots.fill_(self._padding_slot)
             self._layout = None
-            graph = self._record(self._decode, self._slots[:size], kind)
+            graph = self._record(functools.partial(self._decode, self._slots[:size], kind))
             self._graphs[size, kind] = graph
         return graph
 
@@ -108,13 +109,13 @@ class CudaGraphRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, decode: Decode, slots: torch.Tensor, kind: Kind) -> Graph:
-        decode(slots, kind)  # compiles kernels, gives libraries their workspaces
+    def __call__(self, step: Callable[[], torch.Tensor]) -> Graph:
+        step()  # compiles kernels, gives libraries their workspaces
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            output = decode(slots, kind)
+            output = step()
         finally:
             graph.capture_end()
         return _CudaGraph(graph, output)

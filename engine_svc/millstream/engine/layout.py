@@ -27,9 +27,35 @@ class HostLayout:
     special: bool  # logits of some sequences may be edited or scored (slot_edits.py)
 
 
+CHUNKS = 32  # of a bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The shape of a step with chunks, filled up to be run as a CUDA graph (chunk_graphs.py)."""
+
+    tokens: int  # of chunks
+    decodes: int
+
+    @property
+    def sequences(self) -> int:
+        return CHUNKS + self.decodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded:
+    """Of a layout that is filled up."""
+
+    bucket: Bucket
+    sampled: torch.Tensor  # [R] int64, into the S sequences: those whose sampled token counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """What a batch of S sequences and T tokens, R of them sampling, is but for the slots' state."""
+    """What a batch of S sequences and T tokens, R of them sampling, is but for the slots' state.
+
+    All S sample where it is padded.
+    """
 
     host: HostLayout
     slots: torch.Tensor  # [S] int64
@@ -39,6 +65,7 @@ class BatchLayout:
     chunk_token_ids: torch.Tensor  # [tokens of all chunks] int64
     sample_rows: torch.Tensor  # [R] int64, into the T tokens
     sample_slots: torch.Tensor  # [R] int64
+    padded: Padded | None = None
 
     def decodes_as(self, plan: Plan) -> bool:
         """Whether a plan's decodes are this batch's: the scheduler keeps a tuple that stays."""
@@ -61,8 +88,35 @@ def layout_arrays(host: HostLayout) -> list[Ints]:
     ]
 
 
-def layout_of(host: HostLayout, *parts: torch.Tensor) -> BatchLayout:
-    slots, rows, offsets, query_starts, chunk_token_ids, sample_rows, sample_slots = parts
+def padded_arrays(host: HostLayout, bucket: Bucket, padding_slot: int) -> list[Ints]:
+    """What layout.layout_of needs for a step in a bucket, and then which of its sequences the
+    result is of. Every sequence samples: of some that is left out of the result."""
+    num_chunks = len(host.plan.chunks)
+    num_decodes = len(host.slots) - num_chunks
+    slots = np.full(bucket.sequences, padding_slot, dtype=np.int64)
+    slots[:num_chunks] = host.slots[:num_chunks]
+    slots[CHUNKS : CHUNKS + num_decodes] = host.slots[num_chunks:]
+    starts = np.full(bucket.sequences + 1, host.query_starts[num_chunks], dtype=np.int64)
+    starts[: num_chunks + 1] = host.query_starts[: num_chunks + 1]
+    starts[CHUNKS + 1 :] = bucket.tokens + 1 + np.arange(bucket.decodes)
+    num_tokens = int(starts[CHUNKS])
+    # Tokens that pad belong to an unused chunk: the last, which choose() leaves.
+    rows = np.full(bucket.tokens + bucket.decodes, CHUNKS - 1, dtype=np.int64)
+    rows[:num_tokens] = np.repeat(np.arange(num_chunks), host.query_lens[:num_chunks])
+    rows[bucket.tokens :] = CHUNKS + np.arange(bucket.decodes)
+    offsets = np.zeros(len(rows), dtype=np.int64)
+    offsets[:num_tokens] = np.arange(num_tokens) - host.query_starts[rows[:num_tokens]]
+    token_ids = np.zeros(bucket.tokens, dtype=np.int64)
+    chunks = (chunk.token_ids for chunk in host.plan.chunks)
+    token_ids[:num_tokens] = np.fromiter(itertools.chain.from_iterable(chunks), dtype=np.int64)
+    sampled = np.flatnonzero(host.samples)
+    sampled[sampled >= num_chunks] += CHUNKS - num_chunks
+    last_rows = np.maximum(starts[1:] - 1, 0)
+    return [slots, rows, offsets, starts, token_ids, last_rows, slots, sampled]
+
+
+def layout_of(host: HostLayout, bucket: Bucket | None, *parts: torch.Tensor) -> BatchLayout:
+    slots, rows, offsets, query_starts, chunk_token_ids, sample_rows, sample_slots = parts[:7]
     return BatchLayout(
         host=host,
         slots=slots,
@@ -72,4 +126,5 @@ def layout_of(host: HostLayout, *parts: torch.Tensor) -> BatchLayout:
         chunk_token_ids=chunk_token_ids,
         sample_rows=sample_rows,
         sample_slots=sample_slots,
+        padded=None if bucket is None else Padded(bucket=bucket, sampled=parts[7]),
     )

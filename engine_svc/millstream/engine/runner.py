@@ -29,6 +29,7 @@ import torch
 
 from millstream.engine import startup
 from millstream.engine.attention import allocate_kv_cache
+from millstream.engine.chunk_graphs import MOST_GRAPHS, ChunkGraphs, most_tokens
 from millstream.engine.config import EngineConfig
 from millstream.engine.grammar import CompiledGrammar
 from millstream.engine.graphs import CudaGraphRecorder, DecodeGraphs, Kind
@@ -155,7 +156,7 @@ class ModelRunner:
             self._grammars.close()
         if self._resolved.on_gpu:
             torch.cuda.synchronize(self._resolved.device)
-        del self._graphs, self._logits, self._model, self._ops, self._kv_cache
+        del self._graphs, self._chunk_graphs, self._logits, self._model, self._ops, self._kv_cache
         del self._slots, self._edits, self._results
         if self._resolved.on_gpu:
             torch.cuda.empty_cache()
@@ -165,11 +166,14 @@ class ModelRunner:
     def _take(self, plan: Plan) -> BatchLayout:
         if plan.starts:
             self._edits.start(plan.starts)
-        return self._slots.apply(plan)
+        graphs = self._chunk_graphs
+        return self._slots.apply(plan, None if graphs is None else graphs.choose)
 
     def _step(self, layout: BatchLayout) -> Sampled:
         """Computes a step from the slots' state, and leaves there what the next one reads."""
         slots, host = self._slots, layout.host
+        if self._chunk_graphs is not None and layout.padded is not None:
+            return Sampled(self._chunk_graphs(layout))
         if host.special:
             positions = slots.sample_positions(layout)
             if self._edits.wanted(layout, positions):
@@ -280,6 +284,24 @@ class ModelRunner:
         ops.advance(slots, token_ids, table.state)
         return token_ids
 
+    def _chunk_step(self, layout: BatchLayout, kind: Kind) -> torch.Tensor:
+        """The step that a CUDA graph records: chunks and decodes, filled up."""
+        slots, ops = self._slots, self._ops.on_slots
+        assert ops is not None, "resolve chose graphs for ops that can"
+        batch = slots.batch(layout)
+        logits = self._model(batch, self._kv_cache)
+        positions = batch.positions[layout.sample_rows] + 1
+        token_ids = ops.sample(
+            logits,
+            positions,
+            layout.sample_slots,
+            slots.sampling,
+            filtered=kind is Kind.FILTERED,
+        )
+        slots.advance(batch, layout.sample_slots, token_ids)
+        slots.rest_padding()
+        return token_ids
+
     # ---- set-up
 
     def _set_up(self, config: EngineConfig) -> int:
@@ -298,6 +320,7 @@ class ModelRunner:
             grammars=self._grammars,
         )
         self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         self._allocate_kv_cache(num_blocks=0)  # first steps write to the scratch block
         reserved_bytes = self._warm_up()
         self._edits.clear()
@@ -308,7 +331,9 @@ class ModelRunner:
         )
         self._allocate_kv_cache(num_blocks)
         if resolved.cuda_graphs:
-            self._graphs = self._make_graphs()
+            recorder = CudaGraphRecorder()
+            self._graphs = self._make_graphs(recorder)
+            self._chunk_graphs = self._make_chunk_graphs(recorder)
             self._graphs.record(startup.time_limit(_RECORDING_S, self._group))
         return num_blocks
 
@@ -322,32 +347,49 @@ class ModelRunner:
             device=resolved.device,
         )
 
-    def _make_graphs(self) -> DecodeGraphs:
+    def _make_graphs(self, recorder: CudaGraphRecorder) -> DecodeGraphs:
         return DecodeGraphs(
             self._decode,
-            CudaGraphRecorder(),
+            recorder,
             sizes=self._resolved.batch_sizes,
             padding_slot=self._slots.padding_slot,
             device=self._resolved.device,
         )
 
+    def _make_chunk_graphs(self, recorder: CudaGraphRecorder) -> ChunkGraphs | None:
+        if self._group is not None:
+            return None
+        resolved = self._resolved
+        return ChunkGraphs(
+            self._chunk_step,
+            recorder,
+            max_tokens=min(most_tokens(self._model_config), resolved.max_num_batched_tokens),
+            max_decodes=resolved.max_num_seqs,
+            padding_slot=self._slots.padding_slot,
+            device=resolved.device,
+        )
+
     def _measure_graphs(self) -> int:
         """The memory that all CUDA graphs will take, from a trial of the largest."""
-        device = self._resolved.device
+        resolved, device = self._resolved, self._resolved.device
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        graphs = self._make_graphs()
+        recorder = CudaGraphRecorder()
+        graphs, chunk_graphs = self._make_graphs(recorder), self._make_chunk_graphs(recorder)
         graphs.record(lambda: False)
+        num_graphs = len(resolved.batch_sizes)
+        if chunk_graphs is not None:
+            chunk_graphs.record_largest()
+            num_graphs += MOST_GRAPHS
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what they use stays
         taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
-        del graphs
+        del graphs, chunk_graphs, recorder
         torch.cuda.empty_cache()
-        resolved = self._resolved
         logits_bytes = (  # of those that are edited
             resolved.max_num_seqs * self._model_config.vocab_size * resolved.dtype.itemsize
         )
-        return max(taken_bytes, 0) + logits_bytes + len(resolved.batch_sizes) * _GRAPH_BYTES
+        return max(taken_bytes, 0) + logits_bytes + num_graphs * _GRAPH_BYTES
 
     def _warm_up_plan(self, num_tokens: int) -> Plan:
         plan = startup.warm_up_plan(self._resolved, num_tokens)

@@ -12,13 +12,20 @@ scratch block, and it stays at position 0 for ever.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.layout import BatchLayout, HostLayout, layout_arrays, layout_of
+from millstream.engine.layout import (
+    BatchLayout,
+    Bucket,
+    HostLayout,
+    layout_arrays,
+    layout_of,
+    padded_arrays,
+)
 from millstream.engine.ops import SlotOps, SlotSampling, SlotState
 from millstream.engine.plan import Plan, SlotStart
 from millstream.engine.sampling import ALL_GREEDY, SamplingRows
@@ -79,15 +86,19 @@ class SlotTable:
 
     # ---- a plan comes
 
-    def apply(self, plan: Plan) -> BatchLayout:
-        """Takes over a plan's starts and block appends; returns what the step computes."""
+    def apply(
+        self, plan: Plan, choose_bucket: Callable[[HostLayout], Bucket | None] | None = None
+    ) -> BatchLayout:
+        """Takes over a plan's starts and block appends; returns what the step computes, filled up
+        if a bucket is chosen for its chunks."""
         starts = self._note_starts(plan.starts) if plan.starts else []
         blocks = self._note_blocks(plan) if plan.starts or plan.block_appends else []
         layout = self._steady
         if plan.starts or plan.chunks or layout is None or not layout.decodes_as(plan):
             layout = None
         host = self._host_layout(plan) if layout is None else None
-        arrays = [*starts, *blocks, *(layout_arrays(host) if host else ())]
+        bucket = choose_bucket(host) if choose_bucket and host and plan.chunks else None
+        arrays = [*starts, *blocks, *(self._arrays(host, bucket) if host else ())]
         if arrays:
             parts = iter(self._upload(arrays))
             if starts:
@@ -95,10 +106,15 @@ class SlotTable:
             if blocks:
                 self._write_blocks(*itertools.islice(parts, len(blocks)))
             if host:
-                layout = layout_of(host, *parts)
+                layout = layout_of(host, bucket, *parts)
         assert layout is not None
         self._steady = None if plan.chunks else layout
         return layout
+
+    def _arrays(self, host: HostLayout, bucket: Bucket | None) -> list[Ints]:
+        if bucket is None:
+            return layout_arrays(host)
+        return padded_arrays(host, bucket, self.padding_slot)
 
     def _note_starts(self, starts: Sequence[SlotStart]) -> list[Ints]:
         slots = np.array([start.slot for start in starts], dtype=np.int64)
@@ -198,7 +214,7 @@ class SlotTable:
             block_tables=self._block_tables,
             slots=layout.slots,
             sample_rows=layout.sample_rows,
-            num_decodes=len(host.plan.decode_slots),
+            num_decodes=len(layout.rows) - num_chunk_tokens,
             query_lens=tuple(host.query_lens.tolist()),
             contexts=tuple((self._host_computed[host.slots] + host.query_lens).tolist()),
             rope_lens=rope_lens,
@@ -228,6 +244,11 @@ class SlotTable:
         """Records that the batch is computed and that `token_ids` [R] were sampled."""
         self._computed.index_copy_(0, batch.slots, batch.context_lens.long())
         self._last_tokens.index_copy_(0, sample_slots, token_ids)
+
+    def rest_padding(self) -> None:
+        """Takes the padding slot back to where it was before a batch with it advanced."""
+        self._computed[self.padding_slot].zero_()
+        self._last_tokens[self.padding_slot].zero_()
 
     def note_advance(self, layout: BatchLayout) -> None:
         """The host's part of advance()."""
