@@ -27,7 +27,7 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     yield work_list._build_work_list_kernel, arguments, {"NUM_KV_HEADS": 8, **lists}
     for heads in HEADS:
         for block_size in (64, 16):
-            for batch in (1, 256):
+            for batch in (1, 64, 256):
                 yield decode_job(*heads, block_size, batch)
             yield prefill_job(*heads, block_size, paged_prefill.choose_config(BF16))
     for num_tokens in (1, 256):

@@ -9,7 +9,7 @@ import torch
 MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-_FEW_SEQUENCES, _SOME_SEQUENCES = 4, 16
+_FEW_SEQUENCES, _SOME_SEQUENCES, _MANY_SEQUENCES = 4, 8, 144
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -57,7 +57,11 @@ def choose_config(
 def _few_queries_a_head(batch: int) -> DecodeConfig:
     if batch > _SOME_SEQUENCES:
         return DecodeConfig(
-            tile=64, num_warps=2, num_stages=3, tokens_are_rows=False, tail_apart=True
+            tile=64,
+            num_warps=2,
+            num_stages=3 if batch > _MANY_SEQUENCES else 2,
+            tokens_are_rows=False,
+            tail_apart=True,
         )
     return DecodeConfig(
         tile=64,
