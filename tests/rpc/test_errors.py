@@ -41,6 +41,19 @@ def test_reasons_are_unique_and_the_table_is_grpc_mds() -> None:
     }
 
 
+@pytest.mark.parametrize("text", ["x" * 5000, "🙂" * 5000, "a" + "é" * 5000])
+def test_a_long_message_is_cut_to_what_metadata_takes(text: str) -> None:
+    status = errors.to_status(errors.InvalidArgument(text, field="f"))
+    assert text.startswith(status.message.removesuffix("..."))
+    assert len(status.message.encode()) <= errors.MAX_MESSAGE_BYTES + 3
+    # In grpc-message each byte may take three, in grpc-status-details-bin base64 four thirds.
+    assert 3 * len(status.message.encode()) + 4 / 3 * status.ByteSize() < 8000
+
+
+def test_a_lone_surrogate_in_a_message_does_no_harm() -> None:
+    assert errors.to_status(errors.InvalidArgument("not \ud83d")).message == "not \\ud83d"
+
+
 def test_details() -> None:
     status = errors.to_status(errors.InvalidArgument("f: bad", field="f"))
     info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()

@@ -18,6 +18,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "millstream"
+# A status travels three times over in metadata, of which gRPC takes 8 KiB: beyond that the caller
+# would hear of the metadata instead.
+MAX_MESSAGE_BYTES = 1000
 
 
 class MillstreamError(Exception):
@@ -187,17 +190,19 @@ _CODE_OF_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code i
 def to_status(error: BaseException) -> status_pb2.Status:
     """The google.rpc.Status of an error, with ErrorInfo, BadRequest and RetryInfo where they apply.
 
-    Anything but a MillstreamError becomes INTERNAL and does not show its text.
+    Anything but a MillstreamError becomes INTERNAL and does not show its text. A long message is
+    cut.
     """
     if not isinstance(error, MillstreamError):
         error = EngineFault("internal error; the service's log has it")
+    message = _shown(error.message)
     metadata = {"field": error.field} if error.field else {}
     details = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata),
     ]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=error.message
+            field=error.field, description=message
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
@@ -209,7 +214,15 @@ def to_status(error: BaseException) -> status_pb2.Status:
         wrapped = AnyMessage()
         wrapped.Pack(detail)
         packed.append(wrapped)
-    return status_pb2.Status(code=error.code.value[0], message=error.message, details=packed)
+    return status_pb2.Status(code=error.code.value[0], message=message, details=packed)
+
+
+def _shown(message: str) -> str:
+    """What a status can carry of a message: so many bytes of UTF-8, without lone surrogates."""
+    data = message.encode(errors="backslashreplace")
+    if len(data) > MAX_MESSAGE_BYTES:
+        return data[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
+    return data.decode()
 
 
 def from_status(status: status_pb2.Status) -> MillstreamError:

@@ -35,7 +35,7 @@ class ChatRenderer:
         """tokenizer: a transformers tokenizer."""
         self._tokenizer = tokenizer
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-        self._reserved = (frozenset(parameters) - _TEMPLATE_PARAMETERS) | {"messages"}
+        self._reserved = (frozenset(parameters) - _TEMPLATE_PARAMETERS) | {"messages", "self"}
 
     @property
     def has_template(self) -> bool:
@@ -83,7 +83,7 @@ class ChatRenderer:
         if add_generation_prompt and chat.continue_final_message:
             path = f"{field}.add_generation_prompt"
             raise InvalidArgument(f"{path}: not with continue_final_message", field=path)
-        tools = _parse(chat.tools_json, list, f"{field}.tools_json") if chat.tools_json else None
+        tools = _tools(chat.tools_json, f"{field}.tools_json")
         variables = _parse(chat.variables_json or "{}", dict, f"{field}.variables_json")
         if taken := sorted(self._reserved & variables.keys()):
             path = f"{field}.variables_json"
@@ -136,6 +136,15 @@ def _messages(chat: tokenizer_pb2.Chat, field: str) -> list[dict[str, Any]]:
     return messages
 
 
+def _tools(text: str, path: str) -> list[dict[str, Any]] | None:
+    if not text:
+        return None
+    tools: list[dict[str, Any]] = _parse(text, list, path)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidArgument(f"{path}: an array of objects is wanted", field=path)
+    return tools
+
+
 def _parse(text: str, kind: type[list[Any]] | type[dict[str, Any]], path: str) -> Any:
     wanted = "an array" if kind is list else "an object"
     try:
@@ -144,4 +153,10 @@ def _parse(text: str, kind: type[list[Any]] | type[dict[str, Any]], path: str) -
         raise InvalidArgument(f"{path}: not JSON: {error}", field=path) from None
     if not isinstance(value, kind):
         raise InvalidArgument(f"{path}: {wanted} is wanted", field=path)
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            wanted = "no lone surrogates, which no text can have"
+            raise InvalidArgument(f"{path}: {wanted}", field=path) from None
     return value

@@ -56,7 +56,8 @@ class DetokenizeSession:
         if self.draining:
             answer.fail(handle, EngineUnavailable("the service is stopping"))
         elif handle in self._sequences:
-            answer.fail(handle, DuplicateHandle(f"open.handle: {handle} is open already"))
+            field = "open.handle"
+            answer.fail(handle, DuplicateHandle(f"{field}: {handle} is open already", field=field))
         else:
             try:
                 self._sequences[handle] = self._sequence(opening)
@@ -84,7 +85,7 @@ class DetokenizeSession:
         for handle, token_ids in _entries(tokens):
             sequence = self._sequences.get(handle)
             if sequence is None:
-                answer.fail_unknown(handle)
+                answer.fail_unknown(handle, "tokens.handles")
                 continue
             try:
                 text = sequence.extend(token_ids)
@@ -99,7 +100,7 @@ class DetokenizeSession:
     def _close(self, handle: int, answer: _Answer) -> None:
         sequence = self._sequences.get(handle)
         if sequence is None:
-            answer.fail_unknown(handle)
+            answer.fail_unknown(handle, "close")
             return
         answer.show(handle, sequence.flush())
         self._stop(handle, sequence, answer)
@@ -137,10 +138,10 @@ class _Answer:
         self._ended.add(handle)
         self.failed.append(tokenizer_pb2.DetokenizeFailed(handle=handle, status=to_status(error)))
 
-    def fail_unknown(self, handle: int) -> None:
+    def fail_unknown(self, handle: int, field: str) -> None:
         """Says so once, and not of a sequence that this very message has seen end."""
         if handle not in self._ended:
-            self.fail(handle, UnknownHandle(f"no open sequence has the handle {handle}"))
+            self.fail(handle, UnknownHandle(f"{field}: {handle} is not open", field=field))
 
 
 def _entries(tokens: engine_pb2.StepOutput) -> Iterator[tuple[int, Iterable[int]]]:
