@@ -256,7 +256,7 @@ class EngineService:
         self._core.submit(requests)
 
     def _accept(self, stream: Stream, sample: Request, timer: asyncio.TimerHandle | None) -> None:
-        logger.debug("accepted %s", sample.request_id)
+        logger.debug("accepted %r", sample.request_id)  # the caller's text
         accepted = engine_pb2.Accepted(
             handle=handle_of(sample.key),
             request_id=sample.request_id,
