@@ -26,42 +26,15 @@ Pure: no clock, no threads, no I/O. Not thread-safe.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
-from millstream.engine.block_pool import BlockPool
-from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult, TokenLogprobs
+from millstream.engine.holdings import Holdings
+from millstream.engine.launched import Launched
+from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult
 from millstream.engine.prefix import BlockEvent, BlockName
-from millstream.engine.records import FinishedRecord, PromptLogprobs, Stats, StepRecord
+from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.sequence import Sequence, Status, never_fits
 from millstream.engine.waiting import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A plan whose result is not there yet."""
-
-    step: int
-    rows: list[Sequence]  # whose token each entry of the result is
-    num_chunk_rows: int  # the first so many sample at the end of a chunk
-    scored: list[Sequence]  # whose each entry of the result's prompt_logprobs is
-
-
-def _logprobs_of_the_living(
-    launched: _Launched, result: StepResult
-) -> tuple[list[TokenLogprobs | None], list[PromptLogprobs]]:
-    """A StepRecord's: without the rows of sequences that ended before this step's result."""
-    logprobs: list[TokenLogprobs | None] = []
-    gone = Status.FINISHED
-    if result.logprobs:
-        rows = zip(launched.rows, result.logprobs, strict=True)
-        logprobs = [entry for sequence, entry in rows if sequence.status is not gone]
-    scored = zip(launched.scored, result.prompt_logprobs, strict=True)
-    return logprobs, [
-        PromptLogprobs(sequence.key, entries)
-        for sequence, entries in scored
-        if sequence.status is not gone
-    ]
 
 
 def _urgency(sequence: Sequence) -> int:
@@ -73,7 +46,7 @@ class Scheduler:
 
     def __init__(self, info: RunnerInfo, prefix_caching: bool) -> None:
         self.info = info
-        self._pool = BlockPool(info.num_blocks, info.block_size, prefix_caching)
+        self._holdings = Holdings(info, prefix_caching)
         self._sequences: dict[int, Sequence] = {}  # by key, until they finish
         self._waiting = WaitingQueue()
         self._prefilling: Sequence | None = None  # always the last admitted
@@ -81,10 +54,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []
         self._decode_slots: tuple[int, ...] = ()
         self._decoding_changed = False  # some of _decoding are no longer running
-        self._free_slots = list(reversed(range(info.max_num_seqs)))
-        # Kept free at admission, so that a newcomer is not preempted at once.
-        self._spare_blocks = info.num_blocks // 100
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[Launched] = deque()
         self._step = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -161,7 +131,7 @@ class Scheduler:
             self._decode_slots = (*decode_slots, *(sequence.slot for sequence in sampled))
         self._step += 1
         rows = [*sampled, *decoding] if sampled else decoding
-        self._launched.append(_Launched(self._step, rows, len(sampled), scored))
+        self._launched.append(Launched(self._step, rows, len(sampled), scored))
         return Plan(
             step=self._step,
             starts=tuple(starts),
@@ -190,12 +160,10 @@ class Scheduler:
         due.sort(key=_urgency)  # stable: then by admission
         appends: list[tuple[int, int]] = []
         for sequence in due:  # an earlier one may preempt a later one, never the reverse
-            while sequence.status is Status.RUNNING and not self._pool.can_allocate(1):
+            while sequence.status is Status.RUNNING and not self._holdings.has_block:
                 self._preempt(self._least_urgent())
             if sequence.status is Status.RUNNING:
-                self._register(sequence)
-                self._give_blocks(sequence, self._pool.allocate(1))
-                appends.append((sequence.slot, sequence.block_ids[-1]))
+                appends.append(self._holdings.extend(sequence))
         return tuple(appends)
 
     def _least_urgent(self) -> Sequence:
@@ -216,39 +184,15 @@ class Scheduler:
 
     def _admit(self, starts: list[SlotStart], now: float) -> Sequence | None:
         """Gives the next in the queue a slot and blocks for all its known tokens, if there are."""
-        sequence = self._waiting.first() if self._free_slots else None
+        sequence = self._waiting.first() if self._holdings.has_slot else None
         # Of a preempted one, the last token may come with a plan in flight.
-        if sequence is None or sequence.num_pending_tokens:
-            return None
-        known, size = len(sequence.token_ids), self.info.block_size
-        cached: list[int] = []
-        # The last token is computed at least: its logits are wanted. So are those of the whole
-        # prompt if its log probabilities are.
-        if self._pool.prefix_caching and not sequence.wants_targets:
-            cached = self._pool.match(sequence.block_names(0, (known - 1) // size, size))
-        num_new = -(-known // size) - len(cached)
-        spare = self._spare_blocks if self.num_running else 0
-        if not self._pool.can_allocate(num_new + spare, cached):
+        if sequence is None or sequence.num_pending_tokens or not self._holdings.take(sequence):
             return None
         self._waiting.admit(sequence)
         sequence.status = Status.RUNNING
-        sequence.slot = self._free_slots.pop()
-        sequence.num_computed_tokens = len(cached) * size
-        sequence.num_registered_blocks = len(cached)
-        self._give_blocks(sequence, self._pool.allocate(num_new, cached))
         if sequence.scheduled_at is None:
             self._count_admission(sequence, now)
-        starts.append(
-            SlotStart(
-                slot=sequence.slot,
-                sampling=sequence.request.sampling,
-                min_position=sequence.min_position,
-                banned_token_ids=sequence.banned_token_ids,
-                num_computed_tokens=sequence.num_computed_tokens,
-                block_ids=tuple(sequence.block_ids),
-                token_ids=sequence.start_token_ids,
-            )
-        )
+        starts.append(sequence.slot_start())
         return sequence
 
     def _count_admission(self, sequence: Sequence, now: float) -> None:
@@ -262,7 +206,7 @@ class Scheduler:
         start = sequence.num_computed_tokens
         token_ids = tuple(sequence.token_ids[start : start + budget])
         sequence.num_computed_tokens = stop = start + len(token_ids)
-        self._register(sequence)
+        self._holdings.register(sequence)
         first_target, target_ids = sequence.take_targets(start, stop)
         return Chunk(
             slot=sequence.slot,
@@ -273,48 +217,28 @@ class Scheduler:
             target_ids=target_ids,
         )
 
-    # ---- blocks
-
-    def _give_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
-        sequence.block_ids += block_ids
-        backed = len(sequence.block_ids) * self.info.block_size
-        sequence.compute_limit = min(backed, sequence.max_computed_tokens)
-
-    def _register(self, sequence: Sequence) -> None:
-        """Tells the prefix cache of full blocks whose tokens are known and computed: by a launched
-        plan or an earlier chunk of this plan at the latest, so that what comes after may read."""
-        size, first = self.info.block_size, sequence.num_registered_blocks
-        full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // size
-        if self._pool.prefix_caching and full > first:
-            names = sequence.block_names(first, full, size)
-            self._pool.register(sequence.block_ids[first:full], names)
-            sequence.num_registered_blocks = full
-
     def _release(self, sequence: Sequence) -> None:
-        """Takes slot and blocks from a running sequence. Plans in flight may still write to them;
-        whatever plan uses them next runs after those."""
-        self._register(sequence)
-        self._pool.free(sequence.block_ids)
-        self._free_slots.append(sequence.slot)
-        sequence.block_ids = []
-        sequence.slot = -1
+        """Takes slot and blocks from a running sequence."""
+        self._holdings.give_back(sequence)
         if sequence is self._prefilling:
             self._prefilling = None
         else:
             self._decoding_changed = True
 
+    # ---- who watches the prefix cache
+
     def watch_blocks(self) -> list[BlockName]:
         """What the prefix cache has, a prefix before its continuations; from now on
         take_block_events() tells what changes."""
-        return self._pool.watch()
+        return self._holdings.pool.watch()
 
     def unwatch_blocks(self) -> None:
         """Nobody takes events any longer."""
-        self._pool.unwatch()
+        self._holdings.pool.unwatch()
 
     def take_block_events(self) -> list[BlockEvent]:
         """What changed in the prefix cache since the last call; nothing while nobody watches."""
-        return self._pool.take_events()
+        return self._holdings.pool.take_events()
 
     # ---- a step is done
 
@@ -333,7 +257,7 @@ class Scheduler:
         keys: list[int] = []
         token_ids: list[int] = []
         gone = Status.FINISHED
-        logprobs, prompt_logprobs = _logprobs_of_the_living(launched, result)
+        logprobs, prompt_logprobs = launched.logprobs_of_the_living(result)
         for sequence, token_id in zip(launched.rows, result.token_ids, strict=True):
             if sequence.status is gone:
                 continue
@@ -357,7 +281,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
-        return self.info.max_num_seqs - len(self._free_slots)
+        return self._holdings.num_slots_used
 
     @property
     def num_waiting(self) -> int:
@@ -377,8 +301,8 @@ class Scheduler:
         return Stats(
             num_requests_running=self.num_running,
             num_requests_waiting=self.num_waiting,
-            kv_blocks_used=self._pool.num_used,
-            kv_blocks_total=self._pool.num_blocks,
+            kv_blocks_used=self._holdings.pool.num_used,
+            kv_blocks_total=self._holdings.pool.num_blocks,
             steps=self._step,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
@@ -393,10 +317,8 @@ class Scheduler:
         running = [item for item in self._decoding if item.status is Status.RUNNING]
         if self._prefilling is not None:
             running.append(self._prefilling)
-        slots = [item.slot for item in running]
-        assert sorted(slots + self._free_slots) == list(range(self.info.max_num_seqs)), "slots leak"
         assert len(running) <= self.info.max_num_batched_tokens, "decodes do not fit in a step"
-        self._pool.check_invariants([item.block_ids for item in running])
+        self._holdings.check_invariants(running)
         for key, sequence in self._sequences.items():
             sequence.check_invariants(self.info.block_size)
             assert sequence.key == key

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from millstream.engine.plan import RunnerInfo
+from millstream.engine.plan import RunnerInfo, SlotStart
 from millstream.engine.prefix import BlockName, extend_names
 from millstream.engine.records import FinishedRecord
 from millstream.engine.request import FinishReason, Request
@@ -110,10 +110,18 @@ class Sequence:
         """What must not be sampled below min_position."""
         return tuple(sorted(self.stop_token_ids)) if self.min_position > self.prompt_len else ()
 
-    @property
-    def start_token_ids(self) -> tuple[int, ...]:
-        """SlotStart.token_ids."""
-        return tuple(self.token_ids) if self.request.sampling.needs_token_ids else ()
+    def slot_start(self) -> SlotStart:
+        """What the runner must know of it now that it has taken a slot."""
+        sampling = self.request.sampling
+        return SlotStart(
+            slot=self.slot,
+            sampling=sampling,
+            min_position=self.min_position,
+            banned_token_ids=self.banned_token_ids,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=tuple(self.block_ids),
+            token_ids=tuple(self.token_ids) if sampling.needs_token_ids else (),
+        )
 
     @property
     def wants_targets(self) -> bool:

@@ -1,0 +1,92 @@
+"""Holdings: the slots and KV blocks of running sequences, and what the prefix cache learns of them.
+
+A sequence has both or neither. Blocks for all known tokens come with the slot; one more at a time
+while it decodes. Asking and taking are apart, as in the block pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from millstream.engine.block_pool import BlockPool
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.sequence import Sequence
+
+
+class Holdings:
+    """Changes the holdings of sequences and nothing else of them."""
+
+    def __init__(self, info: RunnerInfo, prefix_caching: bool) -> None:
+        self.pool = BlockPool(info.num_blocks, info.block_size, prefix_caching)
+        self._max_num_seqs = info.max_num_seqs
+        self._block_size = info.block_size
+        self._free_slots = list(reversed(range(info.max_num_seqs)))
+        # Kept free at admission, so that a newcomer is not preempted at once.
+        self._spare_blocks = info.num_blocks // 100
+
+    @property
+    def num_slots_used(self) -> int:
+        return self._max_num_seqs - len(self._free_slots)
+
+    @property
+    def has_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    @property
+    def has_block(self) -> bool:
+        return self.pool.can_allocate(1)
+
+    def take(self, sequence: Sequence) -> bool:
+        """Gives it a slot, which must be free, and blocks for all its known tokens, if there are:
+        what the prefix cache has of them, computed, and new ones."""
+        known, size = len(sequence.token_ids), self._block_size
+        cached: list[int] = []
+        # The last token is computed at least: its logits are wanted. So are those of the whole
+        # prompt if its log probabilities are.
+        if self.pool.prefix_caching and not sequence.wants_targets:
+            cached = self.pool.match(sequence.block_names(0, (known - 1) // size, size))
+        num_new = -(-known // size) - len(cached)
+        spare = self._spare_blocks if self.num_slots_used else 0
+        if not self.pool.can_allocate(num_new + spare, cached):
+            return False
+        sequence.slot = self._free_slots.pop()
+        sequence.num_computed_tokens = len(cached) * size
+        sequence.num_registered_blocks = len(cached)
+        self._give_blocks(sequence, self.pool.allocate(num_new, cached))
+        return True
+
+    def extend(self, sequence: Sequence) -> tuple[int, int]:
+        """Gives it one more block, which must be free: (slot, block id)."""
+        self.register(sequence)
+        self._give_blocks(sequence, self.pool.allocate(1))
+        return sequence.slot, sequence.block_ids[-1]
+
+    def register(self, sequence: Sequence) -> None:
+        """Tells the prefix cache of full blocks whose tokens are known and computed: by a launched
+        plan or an earlier chunk of this plan at the latest, so that what comes after may read."""
+        size, first = self._block_size, sequence.num_registered_blocks
+        full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // size
+        if self.pool.prefix_caching and full > first:
+            names = sequence.block_names(first, full, size)
+            self.pool.register(sequence.block_ids[first:full], names)
+            sequence.num_registered_blocks = full
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Takes slot and blocks from it. Plans in flight may still write to them; whatever plan
+        uses them next runs after those."""
+        self.register(sequence)
+        self.pool.free(sequence.block_ids)
+        self._free_slots.append(sequence.slot)
+        sequence.block_ids = []
+        sequence.slot = -1
+
+    def _give_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
+        sequence.block_ids += block_ids
+        backed = len(sequence.block_ids) * self._block_size
+        sequence.compute_limit = min(backed, sequence.max_computed_tokens)
+
+    def check_invariants(self, running: Collection[Sequence]) -> None:
+        """Raises AssertionError unless these, and only these, hold something."""
+        slots = [sequence.slot for sequence in running]
+        assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "slots leak"
+        self.pool.check_invariants([sequence.block_ids for sequence in running])
