@@ -34,7 +34,6 @@ from millstream.client import Client, SamplingParams, launch
 from millstream.engine import validation
 from millstream.rpc.errors import (
     MillstreamError,
-    NoTokenizer,
     Unsupported,
     from_rpc_error,
     from_status,
@@ -50,11 +49,6 @@ SERVICES = (
     tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"],
 )
 NOT_YET = tuple(f"submit.sampling.{name}" for name in getattr(validation, "_NOT_YET", ()))
-
-_GRAMMARS = [
-    field.name
-    for field in engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["structured_output"].fields
-]
 
 Errors = list[MillstreamError]
 
@@ -210,10 +204,6 @@ def test_values(client: Client, name: str, path: str) -> None:
     rule, field = method.rules[path], method.fields[path]
     if _inside_a_map(path, method):
         pytest.skip("tried with the map")
-    if path.removeprefix("submit.sampling.").split(".")[0] in _GRAMMARS and not _has_grammars(
-        client
-    ):
-        pytest.skip("this engine follows no grammars yet")
     target = _channels(client)[name.split(".")[0]]
     with grpc.insecure_channel(target, options=[("grpc.max_send_message_length", -1)]) as channel:
         for value in [*values_of(field), *rule.more]:
@@ -224,12 +214,6 @@ def test_values(client: Client, name: str, path: str) -> None:
                 _check_good(errors, rule, path, shown)
             else:
                 _check_bad(errors, rule, value, path.removeprefix(method.prefix), shown)
-
-
-def _has_grammars(client: Client) -> bool:
-    params = SamplingParams(json_object=True, max_tokens=1)
-    (output,) = client.generate([[1]], params, detokenize=False, return_exceptions=True)
-    return not isinstance(output, NoTokenizer)
 
 
 def _errors(call: Callable[[], Errors]) -> Errors:

@@ -109,7 +109,10 @@ def _structured_output() -> Mapping[str, Rule]:
         "choice.values": Rule(
             good=lambda value: value != [] and bounded("".join(value)), fields=("sampling.choice",)
         ),
-        "grammar": Rule(good=lambda value: value == 'start: "a"', more=['start: "a"', "start:"]),
+        "grammar": Rule(
+            good=lambda value: value == 'start: "a"',
+            more=['start: "a"', 'start: "a', "start: NONE"],
+        ),
     }
 
 
