@@ -166,6 +166,36 @@ def test_rows_of_all_kinds_in_one_batch(folders: dict[str, Path]) -> None:
     assert generate(model, 2, params)[0] == expected
 
 
+def test_edited_and_scored_rows_equal_one_rank(folders: dict[str, Path]) -> None:
+    """Rank 0 edits and scores whole rows; logits of prompts are gathered piece by piece."""
+    model = folders["odd vocabulary"]
+    kinds: list[dict[str, Any]] = [
+        {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+        {"temperature": 0.7},
+        {"logit_bias": {250: 3.0, 3: 3.0}, "logprobs": 3, "prompt_logprobs": 3},
+        {"bad_words": [[i, 9] for i in range(251)], "allowed_token_ids": range(5, 251, 7)},
+    ]
+    params = [
+        SamplingParams(seed=i, max_tokens=16, ignore_eos=True, **kinds[i % len(kinds)])
+        for i in range(len(PROMPTS))
+    ]
+    options: dict[str, Any] = {"block_size": BLOCK_SIZE, "device": "cpu"}
+    results = []
+    for ranks, runner in ((1, "model"), (2, "tests.threaded_ranks:create")):
+        options["max_num_batched_tokens"] = 20
+        with LLM(model, tensor_parallel_size=ranks, runner=runner, **options) as llm:
+            results.append(llm.generate(PROMPTS, params, use_tqdm=False))
+    for one, other in zip(*results, strict=True):
+        assert one["token_ids"] == other["token_ids"] and one.keys() == other.keys()
+        for field in ("logprobs", "prompt_logprobs"):
+            for entry, same in zip(one.get(field, []), other.get(field, []), strict=True):
+                if entry is None:
+                    assert same is None
+                else:
+                    assert entry.logprob == pytest.approx(same.logprob, abs=1e-4)
+                    assert entry.top_logprobs == pytest.approx(same.top_logprobs, abs=1e-4)
+
+
 def test_greedy_and_plain_rows_are_not_gathered(folders: dict[str, Path]) -> None:
     config = EngineConfig(device="cpu", tensor_parallel_size=2, max_num_seqs=4)
     runner = ThreadedRanks(config, folders["qwen3"])

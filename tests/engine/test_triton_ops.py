@@ -115,6 +115,30 @@ def test_seeded_sampling_is_torchs(folder: Path) -> None:
     assert run(triton, PROMPTS, samplings) == expected
 
 
+def test_edited_batches_are_torchs_and_end_in_graphs_of_their_own(folder: Path) -> None:
+    """Steps with chunks, then graphs that end with the logits while some row is edited or scored,
+    then plain graphs: rows without edits get the same tokens throughout, padded or not."""
+    common: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0}
+    samplings = [
+        Sampling(max_tokens=5, seed=1, presence_penalty=1.0, repetition_penalty=1.3, **common),
+        Sampling(max_tokens=9, seed=2, **common),
+        Sampling(max_tokens=5, seed=3, bad_words=tuple((i, 9) for i in range(256)), **common),
+        Sampling(max_tokens=6, seed=4, allowed_token_ids=(7, 8, 9), logprobs=2, **common),
+        Sampling(max_tokens=4, seed=5, logit_bias=((5, 4.0),), top_k=30, **common),
+    ]
+    expected = run(load(folder), PROMPTS, samplings)
+    assert set(expected[3]) <= {7, 8, 9}
+    triton = load(folder, attention_backend="triton")
+    assert run(triton, PROMPTS, samplings) == expected
+    graphs = add_fake_graphs(triton)
+    assert run(triton, PROMPTS, samplings) == expected
+    kinds = {kind for _, kind in graphs._graphs}
+    assert {Kind.LOGITS, Kind.PLAIN} <= kinds
+    assert triton._logits is not None and len(triton._logits) == 6
+    alone = run(load(folder), PROMPTS[1:2], samplings[1:2])
+    assert expected[1] == alone[0]
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 5])
 def test_row_40_every_batch_size_is_served(folder: Path, max_num_seqs: int) -> None:
     """From the largest batch down to one, by graphs of 1, 2, 4 and the largest."""
