@@ -84,12 +84,12 @@ def jobs() -> Iterator[Job]:
 def samplers() -> Iterator[Job]:
     for logits in (BF16, F32):
         for extra in (True, False):
-            tables = (F32, I64, I64) if extra else (None, None, None)
-            pointers = (logits, I64, I64, F32, I64, *tables, F32, F32, I32)
-            constants = {"BAN_WIDTH": 4 * extra, "HAS_THRESHOLDS": extra, "BLOCK": sample.BLOCK}
+            thresholds = F32 if extra else None
+            pointers = (logits, I64, I64, F32, I64, thresholds, F32, F32, I32)
+            constants = {"HAS_THRESHOLDS": extra, "BLOCK": sample.BLOCK}
             yield (
                 sample._blocks_kernel,
-                (*pointers, 151_936, 3, 5, 4, 5, 151_936, 0),
+                (*pointers, 151_936, 3, 5, 151_936, 0),
                 {**constants, "NATIVE": True, "num_warps": sample._NUM_WARPS},
             )
         yield (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millstream.engine import sampling
-from millstream.kernels.sample import BLOCK, BanTable, sample
+from millstream.kernels.sample import BLOCK, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Scores that are nearer than this may change places by float rounding.
@@ -143,22 +143,6 @@ def test_row_52_tiny_temperatures(device: str, temperature: float) -> None:
     assert set(got) == set(tied) and all(got.count(token) > 5 for token in tied)
 
 
-def test_min_tokens_bans_slots_before_their_position_only(device: str) -> None:
-    logits = torch.zeros(3, BLOCK + 6, device=device)
-    logits[:, BLOCK + 4], logits[:, 2], logits[:, 0] = 30.0, 20.0, 10.0
-    ban = BanTable(
-        token_ids=torch.tensor([[BLOCK + 4, 2], [-1, -1], [BLOCK + 4, -1]], device=device),
-        min_positions=torch.tensor([10, 0, 10], device=device),
-    )
-    slots = torch.arange(3, device=device)
-    for temperature in (0.0, 0.1):
-        temperatures, seeds = tables([temperature] * 3, device)
-        for at, expected in (((9, 9, 9), [0, BLOCK + 4, 2]), ((10, 9, 10), [BLOCK + 4] * 3)):
-            positions = torch.tensor(at, device=device)
-            got = sample(logits, slots, positions, temperatures, seeds, ban=ban)
-            assert got.tolist() == expected
-
-
 def test_thresholds(device: str) -> None:
     """Only tokens that reach the row's threshold are sampled, among them as without."""
     logits = logits_of(3, BLOCK + 40, scale=1.0).to(device)
@@ -227,3 +211,18 @@ def test_in_a_cuda_graph(device: str) -> None:
         slots.copy_(slots.roll(1))
         graph.replay()
         assert torch.equal(out, sample(logits, slots, positions, temperatures, seeds)), step
+
+
+def test_tokens_at_minus_infinity_are_never_sampled(device: str) -> None:
+    """As a mask leaves a row: whole blocks of it may be empty, one token is not."""
+    logits = logits_of(3, 2 * BLOCK + 6).to(device)
+    logits[0] = float("-inf")
+    logits[0, 2 * BLOCK + 1] = -30.0
+    logits[1, : BLOCK + 9] = float("-inf")
+    slots = torch.arange(3, device=device)
+    for temperature in (0.0, 1e-4, 1.0):
+        temperatures, seeds = tables([temperature] * 3, device)
+        for position in range(5):
+            positions = torch.full((3,), position, device=device)
+            got = sample(logits, slots, positions, temperatures, seeds).tolist()
+            assert got[0] == 2 * BLOCK + 1 and got[1] >= BLOCK + 9

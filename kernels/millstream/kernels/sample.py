@@ -9,8 +9,6 @@ of one size whatever the batch, so a row's token does not depend on the other ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -22,14 +20,6 @@ BLOCK = 2048
 _NUM_WARPS = 4
 _MAX_BLOCKS = 4096
 _MAX_ROWS = 65535  # of a grid's second axis
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BanTable:
-    """Ids that a slot must not sample before a position (min_tokens), by slot, on the device."""
-
-    token_ids: torch.Tensor  # [slots, width] int64; -1 is padding; a small width, it is looped over
-    min_positions: torch.Tensor  # [slots] int64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -77,19 +67,14 @@ def _blocks_kernel(
     temperatures_ptr: tl.tensor,
     seeds_ptr: tl.tensor,
     thresholds_ptr: tl.tensor,
-    banned_ptr: tl.tensor,
-    min_positions_ptr: tl.tensor,
     best_logit_ptr: tl.tensor,
     best_score_ptr: tl.tensor,
     best_id_ptr: tl.tensor,
     logits_stride: tl.tensor,
     temperatures_stride: tl.tensor,
     seeds_stride: tl.tensor,
-    banned_stride: tl.tensor,
-    min_positions_stride: tl.tensor,
     vocab_size: tl.tensor,
     first_id: tl.tensor,
-    BAN_WIDTH: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -109,11 +94,6 @@ def _blocks_kernel(
         mask=column < vocab_size,
         other=float("-inf"),
     ).to(tl.float32)
-    if BAN_WIDTH > 0:  # noqa: SIM102 (a condition of the compiler's, then one of the program's)
-        if position < tl.load(min_positions_ptr + slot * min_positions_stride):
-            for i in range(BAN_WIDTH):
-                banned = tl.load(banned_ptr + slot * banned_stride + i)
-                logits = tl.where(first_id + column == banned, float("-inf"), logits)
     if HAS_THRESHOLDS:
         logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
 
@@ -177,7 +157,6 @@ def sample(
     seeds: torch.Tensor,
     *,
     thresholds: torch.Tensor | None = None,
-    ban: BanTable | None = None,
 ) -> torch.Tensor:
     """The token ids [R] int64 of logits [R, V] in bfloat16, float16 or float32, which stay.
 
@@ -189,7 +168,7 @@ def sample(
     row must reach it.
     Raises ValueError if shapes, dtypes or strides are others.
     """
-    _check(logits, slots, positions, temperatures, seeds, thresholds, ban)
+    _check(logits, slots, positions, temperatures, seeds, thresholds)
     num_rows, vocab_size = logits.shape
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -206,19 +185,14 @@ def sample(
         temperatures,
         seeds,
         thresholds,
-        None if ban is None else ban.token_ids,
-        None if ban is None else ban.min_positions,
         best_logit,
         best_score,
         best_id,
         logits.stride(0),
         temperatures.stride(0),
         seeds.stride(0),
-        0 if ban is None else ban.token_ids.stride(0),
-        0 if ban is None else ban.min_positions.stride(0),
         vocab_size,
         0,
-        BAN_WIDTH=0 if ban is None else ban.token_ids.shape[1],
         HAS_THRESHOLDS=thresholds is not None,
         BLOCK=BLOCK,
         NATIVE=device.type == "cuda" and torch.version.hip is None,
@@ -249,7 +223,6 @@ def _check(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     thresholds: torch.Tensor | None,
-    ban: BanTable | None,
 ) -> None:
     if logits.dim() != 2 or not 0 < logits.shape[1] <= BLOCK * _MAX_BLOCKS:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, not [R, V]")
@@ -270,11 +243,3 @@ def _check(
         raise ValueError(f"temperatures, seeds: {temperatures.dtype}, {seeds.dtype}")
     if thresholds is not None and thresholds.dtype != torch.float32:
         raise ValueError(f"thresholds: {thresholds.dtype}, not float32")
-    if ban is not None:
-        slot_count = temperatures.shape[0]
-        if ban.token_ids.dim() != 2 or ban.token_ids.shape[0] != slot_count:
-            raise ValueError("the ban's token_ids must be [slots, width]")
-        if ban.min_positions.shape != (slot_count,) or ban.token_ids.stride(1) != 1:
-            raise ValueError("the ban's min_positions must be [slots], its rows of unit stride")
-        if ban.token_ids.dtype not in integers or ban.min_positions.dtype not in integers:
-            raise ValueError("the ban's tables must be of integers")

@@ -102,7 +102,7 @@ def best_of_shard(
     logits: [R, V], of the ids from first_id on, a multiple of 4; the rest as in sample.sample.
     Raises ValueError if shapes, dtypes or strides are others.
     """
-    _check(logits, slots, positions, temperatures, seeds, None, None)
+    _check(logits, slots, positions, temperatures, seeds, None)
     num_rows, width = logits.shape
     if first_id % 4 or first_id + width > 1 << 24:
         raise ValueError(f"ids from {first_id} to {first_id + width}")
@@ -121,19 +121,14 @@ def best_of_shard(
         temperatures,
         seeds,
         None,
-        None,
-        None,
         best_logit,
         best_score,
         best_id,
         logits.stride(0),
         temperatures.stride(0),
         seeds.stride(0),
-        0,
-        0,
         width,
         first_id,
-        BAN_WIDTH=0,
         HAS_THRESHOLDS=False,
         BLOCK=BLOCK,
         NATIVE=device.type == "cuda" and torch.version.hip is None,
