@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
 import transformers
 
-from millstream.client import Client, FinishReason, SamplingParams
+from millstream.client import Client, FinishReason, Output, SamplingParams
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 NUM_TOKENS = 64
@@ -68,6 +70,58 @@ def test_streams_join_to_the_text_whatever_is_sampled(default_client: Client) ->
         assert "".join(delta.text for delta in deltas) == output.text
         assert [i for delta in deltas for i in delta.token_ids] == output.token_ids
         assert default_client.decode(output.token_ids) == output.text
+
+
+@pytest.mark.parametrize(
+    ("skip", "include", "end"),
+    [(True, False, ""), (True, True, ""), (False, False, ""), (False, True, "<|im_end|>")],
+)
+def test_row_74_special_tokens_and_stop_tokens(
+    default_client: Client, skip: bool, include: bool, end: str
+) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+
+    def ask(**params: Any) -> Output:
+        return default_client.chat(
+            question,
+            SamplingParams(temperature=0, skip_special_tokens=skip, include_stop=include, **params),
+        )
+
+    answer = ask(max_tokens=32)
+    eos_id = answer.token_ids[-1]
+    assert (answer.text, answer.stop_reason) == (f"The capital of France is Paris.{end}", eos_id)
+    # A stop token that is text, not special, is left out unless it is included.
+    *_, paris_id, _, _ = answer.token_ids
+    stopped = ask(max_tokens=32, stop_token_ids=[paris_id])
+    assert stopped.text == "The capital of France is" + (" Paris" if include else "")
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", paris_id)
+    # Past EOS it is a token like any other, and shown unless special ones are skipped.
+    count = len(answer.token_ids) + 2
+    past = ask(max_tokens=count, ignore_eos=True)
+    assert past.token_ids[: count - 2] == answer.token_ids
+    assert past.finish_reason is FinishReason.LENGTH
+    assert ("<|im_end|>" in past.text) is not skip
+    for output in (answer, stopped, past):
+        resolved = output.sampling
+        assert (resolved.skip_special_tokens, resolved.include_stop) == (skip, include)
+    assert (stopped.sampling.stop_token_ids, past.sampling.ignore_eos) == ([paris_id], True)
+
+
+def test_samples_share_the_prompt_and_can_be_had_alone(default_client: Client) -> None:
+    prompt = " ".join(PROMPTS[:8])
+    params = SamplingParams(n=4, seed=2**64 - 2, max_tokens=8, ignore_eos=True)
+    output = default_client.generate(prompt, params, cache_salt="samples")
+    assert [sample.seed for sample in output.samples] == [2**64 - 2, 2**64 - 1, 0, 1]
+    assert len({tuple(sample.token_ids) for sample in output.samples}) == 4
+    prompt_tokens = output.usage.prompt_tokens
+    assert prompt_tokens > 32
+    assert [sample.usage.cached_tokens for sample in output.samples] == [
+        0,
+        *[(prompt_tokens - 1) // 16 * 16] * 3,
+    ]
+    for sample in output.samples[1:3]:
+        alone = replace(params, n=1, seed=sample.seed)
+        assert default_client.generate(prompt, alone).token_ids == sample.token_ids
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,45 @@ def test_prompts_and_params_in_their_forms(llm: LLM) -> None:
     assert llm.generate([], GREEDY, use_tqdm=False) == []
     with pytest.raises(ValueError, match="one a prompt"):
         llm.generate([[1], [2]], [GREEDY])
+
+
+def test_samples_come_with_the_prompts_result(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
+    one, three = llm.generate(
+        [[1, 2, 3], [4, 5, 6]], [replace(params, n=1), params], use_tqdm=False
+    )
+    assert set(one) == {"text", "token_ids"}, "nano-vllm's form"
+    assert three["token_ids"] == three["samples"][0]["token_ids"]
+    assert len({tuple(sample["token_ids"]) for sample in three["samples"]}) == 3
+    for i, sample in enumerate(three["samples"]):
+        alone = replace(params, n=1, seed=5 + i)
+        assert llm.generate([4, 5, 6], alone, use_tqdm=False)[0] == sample
+    first = llm.add_request([1, 2], replace(params, n=3))
+    after = llm.add_request([1, 2], replace(params, n=1))
+    ended: set[int] = set()
+    while not llm.is_finished():
+        ended |= {key for key, _ in llm.step()[0]}
+    assert ended == {first, first + 1, first + 2, after}
+    assert after == first + 3
+
+
+def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
+    """As a request's through gRPC: engine_service/test_generation_config.py."""
+    folder = make_tiny_model(tmp_path)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 2, "temperature": 0.0}))
+    unset = SamplingParams(max_tokens=8, ignore_eos=True, seed=3)
+    runs = {}
+    for source in ("auto", "none"):
+        with LLM(folder, device="cpu", generation_config=source) as llm:
+            runs[source] = llm.generate([1, 2, 3], unset, use_tqdm=False)
+            greedy = llm.generate([1, 2, 3], replace(unset, temperature=0.0), use_tqdm=False)
+            hot = llm.generate([1, 2, 3], replace(unset, temperature=1.0), use_tqdm=False)
+    assert runs["auto"] == greedy
+    assert runs["none"] == hot != greedy
+    file.write_text(json.dumps({"temperature": -1}))
+    with pytest.raises(ValueError, match=r"generation_config.json: temperature"):
+        LLM(folder, device="cpu")
 
 
 def test_max_tokens_unset_runs_to_the_context_limit(folder: Path) -> None:

@@ -376,6 +376,57 @@ def test_resolved_proto_fills_everything_in_and_passes_again() -> None:
     assert to_requests(again, key=5, info=INFO, random_seed=1) == [first]
 
 
+# A value that is no default, for every field that Accepted echoes.
+ECHOED: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.75,
+    "top_k": 7,
+    "min_p": 0.25,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "seed": 2**63,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "stop_token_ids": [9, 5],
+    "ignore_eos": True,
+    "n": 3,
+    "logit_bias": {4: -1.5, 9: 2.0},
+    "allowed_token_ids": [3, 4, 5],
+    "bad_words": [engine_pb2.TokenSequence(token_ids=[8, 9])],
+    "logprobs": 0,
+    "prompt_logprobs": 2,
+    "json_schema": '{"type":"object"}',
+    "json_object": True,
+    "regex": "a+",
+    "choice": engine_pb2.StringList(values=["a", "b"]),
+    "grammar": 'root ::= "a"',
+}
+TEXT_FIELDS = {"stop", "include_stop", "skip_special_tokens"}  # refused: the tokenizer service's
+ALWAYS_ECHOED = ECHOED.keys() - {
+    *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),  # empty is the default
+    *("logprobs", "prompt_logprobs"),  # unset is the default
+    *("json_schema", "json_object", "regex", "choice", "grammar"),
+}
+
+
+@pytest.mark.parametrize("field", engine_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+def test_accepted_echoes_every_field(field: str) -> None:
+    """A field that is added later needs a value here, and an echo."""
+    if field in TEXT_FIELDS:
+        return
+    asked = engine_pb2.SamplingParams(**{field: ECHOED[field]})
+    info = replace(INFO, structured_output=True)
+    echoed = resolved_proto(request(info=info, **{field: ECHOED[field]}))
+    assert getattr(echoed, field) == getattr(asked, field)
+    if asked.DESCRIPTOR.fields_by_name[field].has_presence:
+        assert echoed.HasField(field)
+    unset = resolved_proto(request())
+    assert (field in {set_field.name for set_field, _ in unset.ListFields()}) == (
+        field in ALWAYS_ECHOED
+    )
+
+
 def test_long_prompts_are_checked_quickly() -> None:
     info = RunnerInfo(
         vocab_size=200_000,
