@@ -41,8 +41,8 @@ class EngineProcess:
             )
         self.port = 0
 
-    def wait_until_serving(self) -> None:
-        self._control.settimeout(START_TIMEOUT_S)
+    def wait_until_serving(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        self._control.settimeout(timeout_s)
         line = self._control.makefile().readline()
         if not line:
             raise RuntimeError(f"the engine did not start: {self.finish()}")

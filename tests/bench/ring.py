@@ -1,6 +1,6 @@
 """What sending plans to other ranks costs a step: encoding, ring, decoding. One JSON line a plan.
 
-    python3 -m tests.bench.ring [--readers 1] [--steps 5000]
+    python3 -m tests.bench.ring [--readers 1] [--steps 2000]
 
 writer_us: what rank 0 pays before its own launch. round_trip_us: until a spinning reader in another
 process has decoded the plan and its answer is back.
@@ -107,7 +107,7 @@ def measure(name: str, plan: Plan, readers: int, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readers", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--echo", type=int, nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.echo:

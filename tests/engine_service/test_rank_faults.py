@@ -21,6 +21,7 @@ from tests.tiny_models import make_tiny_model
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 WITHIN_S = 5
+START_S = 90  # each process imports torch
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ Start = Callable[..., EngineProcess]
 async def test_rows_25_and_26_sigkill(start: Start, victim: str) -> None:
     before = shared_memory()
     server = start()
-    await asyncio.to_thread(server.wait_until_serving)
+    await asyncio.to_thread(server.wait_until_serving, START_S)
     pid = server.process.pid
     (rank,) = wait_for_ranks(pid, 1)
     everyone = [pid, *descendants(pid)]
@@ -117,7 +118,7 @@ def test_row_30_two_engines_in_the_same_second(start: Start) -> None:
     everyone: list[int] = []
     try:
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(EngineProcess.wait_until_serving, servers))
+            list(pool.map(EngineProcess.wait_until_serving, servers, [START_S] * 2))
         for server in servers:
             everyone += [server.process.pid, *descendants(server.process.pid)]
         assert len(everyone) == len(set(everyone)) >= 6

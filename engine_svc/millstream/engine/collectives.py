@@ -1,4 +1,4 @@
-"""What ranks do together: Groups of parallel.py, over gloo between CPUs and over NVLink on GPUs."""
+"""What ranks do together: where they meet, and the Group of CPUs (parallel.py), over gloo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from millstream.engine.hardware import LoadError, detect
+from millstream.engine.hardware import detect
 from millstream.engine.parallel import Group
 
 # torch's stubs know half of it. Its process groups are used without torch.distributed's default
@@ -30,16 +30,18 @@ def make_group(device: str, rank: int, size: int, meet: Callable[[], Any]) -> Gr
     """
     if detect(device).device.type == "cpu":
         return GlooGroup(rank, size, meet)
-    raise LoadError("tensor_parallel_size: only on CPUs so far")
+    from millstream.engine.gpu_group import GpuGroup  # needs a torch with CUDA
+
+    torch.cuda.set_device(rank)
+    return GpuGroup(rank, size, meet)
 
 
-def open_store(size: int) -> Any:
-    """A torch Store where ranks meet; its `port` of the loopback interface is bound before anyone
-    is told of it."""
-    listener = socket.create_server((_HOST, 0))
+def open_store(listener: socket.socket, size: int) -> Any:
+    """A torch Store where ranks meet, on a socket that listens already and is taken over."""
+    port = listener.getsockname()[1]
     return _c10d.TCPStore(
         _HOST,
-        listener.getsockname()[1],
+        port,
         size,
         is_master=True,
         timeout=TIMEOUT,
@@ -51,6 +53,11 @@ def open_store(size: int) -> Any:
 def enter_store(port: int, size: int) -> Any:
     """The store that another process opened."""
     return _c10d.TCPStore(_HOST, port, size, timeout=TIMEOUT, wait_for_workers=False)
+
+
+def prefixed(store: Any, name: str) -> Any:
+    """A part of a store."""
+    return _c10d.PrefixStore(name, store)
 
 
 class GlooGroup:
@@ -73,9 +80,9 @@ class GlooGroup:
         self._group.allgather([list(gathered)], [x]).wait()
         return gathered
 
-    def from_first(self, x: Tensor) -> Tensor:
-        self._group.broadcast([x], _c10d.BroadcastOptions()).wait()
-        return x
+    def from_first(self, token_ids: Tensor) -> Tensor:
+        self._group.broadcast([token_ids], _c10d.BroadcastOptions()).wait()
+        return token_ids
 
     def smallest(self, value: int) -> int:
         return smallest(self._group, value)
@@ -87,7 +94,7 @@ def gloo(store: Any, rank: int, size: int) -> Any:
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._timeout = TIMEOUT
-    return _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", store), rank, size, options)
+    return _c10d.ProcessGroupGloo(prefixed(store, "gloo"), rank, size, options)
 
 
 def smallest(group: Any, value: int) -> int:

@@ -178,7 +178,9 @@ class ParallelEmbedding(Embedding):
         local = token_ids - self.rows.start
         elsewhere = (local < 0) | (local >= self.rows.length)
         embedded = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
-        return self._group.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0))
+        embedded.masked_fill_(elsewhere[:, None], 0)
+        # The residual stream: it outlives the next sum.
+        return embedded.copy_(self._group.all_reduce(embedded))
 
 
 def embedding(rows: Span, size: int, group: Group | None) -> Embedding:

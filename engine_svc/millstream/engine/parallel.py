@@ -37,14 +37,14 @@ class Group(Protocol):
         """Meets the other ranks; before this nothing else may be called."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of x [n, m], contiguous, which may be overwritten."""
+        """The sum over the ranks of x, contiguous, which may be overwritten. It may lie where the
+        next all_reduce leaves its own."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x, contiguous: [size, *x.shape]."""
 
-    def from_first(self, x: Tensor) -> Tensor:
-        """Rank 0's x, of at most 2**24 in size if it is an integer; the others' are of its shape
-        and dtype."""
+    def from_first(self, token_ids: Tensor) -> Tensor:
+        """Rank 0's token ids [n] int64, below 2**24; the others give as many."""
 
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' values, on the host; it waits for the other ranks."""

@@ -1,9 +1,7 @@
-"""Rank 0's side of a model spread over processes: starts the other ranks, sends them every plan,
-notices their end.
+"""Rank 0's side of a model spread over processes: starts the other ranks, and notices their end.
 
     create_runner -> ranks thread: Popen of rank_process.py for each other rank, then watches them
-                  -> ModelRunner of rank 0; its group joins once all others have loaded their part
-    launch(plan)  -> plan_codec -> ring.py -> the others' launch(plan);  rank 0's own launch(plan)
+                  -> ranks_runner.py: rank 0's own part, and the plans that all of them get
 
 Each rank has one end of a socket pair. It tells there that it has loaded, that it is ready, or why
 it failed, and exits at the end of file. Plans go through the ring's memfd, gloo and NCCL meet at a
@@ -24,25 +22,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from millstream.engine import startup
-from millstream.engine.collectives import make_group, open_store
 from millstream.engine.config import EngineConfig
-from millstream.engine.grammar import CompiledGrammar
-from millstream.engine.hardware import LoadError, check_devices
-from millstream.engine.parallel import share_of
-from millstream.engine.plan import Plan, StepResult
-from millstream.engine.plan_codec import PlanEncoder
-from millstream.engine.request import GrammarSpec
+from millstream.engine.plan import Runner
 from millstream.engine.ring import RingFiles, RingWriter
-from millstream.engine.runner import ModelRunner
-from millstream.engine.shard_sampling import RowNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +99,18 @@ class RankProcesses:
         self._thread.start()
         self._started.wait()
 
-    def wait_for(self, stage: str) -> None:
-        """Waits until all ranks have told that they are `loaded` or `ready`. Raises RankLost."""
+    def wait_loaded(self) -> None:
+        """Waits until all ranks have loaded their part. Raises RankLost."""
+        self._wait_for(_LOADED, _READY)
+
+    def wait_ready(self) -> None:
+        """Waits until all ranks wait for plans. Raises RankLost."""
+        self._wait_for(_READY)
+
+    def _wait_for(self, *stages: str) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._lost or all(rank.stage in (stage, _READY) for rank in self._ranks)
+                lambda: self._lost or all(rank.stage in stages for rank in self._ranks)
             )
         self.check()
 
@@ -234,87 +228,28 @@ def _how_it_ended(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-class RanksRunner:
-    """A plan.Runner over all ranks; rank 0 computes here."""
-
-    def __init__(self, first: ModelRunner, ring: RingWriter, processes: RankProcesses) -> None:
-        self.info = first.info
-        self._first = first
-        self._ring = ring
-        self._processes = processes
-        self._encoder = PlanEncoder()
-        self._needs = RowNeeds(first.info.max_num_seqs)
-
-    def launch(self, plan: Plan) -> None:
-        """Raises RankLost."""
-        if self._needs.whole_rows(plan):
-            plan = replace(plan, whole_rows=True)
-        self._processes.check()
-        self._ring.write(self._encoder.encode(plan))
-        try:
-            self._first.launch(plan)
-        except RuntimeError:  # of a collective whose other end is gone
-            self._processes.explain()
-            raise
-
-    def collect(self) -> StepResult:
-        """Raises RankLost."""
-        try:
-            return self._first.collect()
-        except RuntimeError:
-            self._processes.explain()
-            raise
-
-    def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        return self._first.prepare_grammar(spec)
-
-    def close(self) -> None:
-        self._processes.close()
-        self._ring.close()
-        self._first.close()
-
-
-def create_runner(
-    config: EngineConfig, model_dir: Path | None, on_lost: OnLost | None
-) -> RanksRunner:
+def create_runner(config: EngineConfig, model_dir: Path | None, on_lost: OnLost | None) -> Runner:
     """Loads a model over config.tensor_parallel_size processes, of which this is rank 0.
 
     on_lost: called on a thread of ours once a rank is lost; what waits for a step, or waits idle,
-    hears of it no other way. Raises LoadError for a model that cannot be spread so, before a
-    process is started, or what keeps a rank from loading.
+    hears of it no other way. Raises LoadError for a model that cannot be spread so, or what keeps a
+    rank from loading.
     """
     size = config.tensor_parallel_size
-    share_of(startup.model_config(config, model_dir), 0, size)
-    check_devices(config.device, size)
     os.environ.update(_NO_MULTICAST)
-    store = open_store(size)
+    listener = socket.create_server(("127.0.0.1", 0))
     files = RingFiles.create(size - 1, _RING_WORDS)
     start = RankStart(
         config=config,
         model_dir=None if model_dir is None else str(model_dir),
         rank=0,
-        store_port=store.port,
+        store_port=listener.getsockname()[1],
         log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
     )
     processes = RankProcesses(start, files, on_lost)
     ring = RingWriter(files, on_wait=processes.check)
     files.close()
+    # Only now: importing torch takes a second or more, and all ranks do it at once.
+    from millstream.engine.ranks_runner import load
 
-    def meet() -> Any:
-        processes.wait_for(_LOADED)
-        return store
-
-    try:
-        first = ModelRunner(config, model_dir, group=make_group(config.device, 0, size, meet))
-        processes.wait_for(_READY)
-    except BaseException as error:
-        try:
-            if isinstance(error, RuntimeError):
-                processes.explain()
-        except RankLost as lost:
-            raise LoadError(str(lost)) from None
-        finally:
-            processes.close()
-            ring.close()
-        raise
-    return RanksRunner(first, ring, processes)
+    return load(config, model_dir, listener, ring, processes)

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -178,9 +179,8 @@ class ModelRunner:
             positions = slots.sample_positions(layout)
             if self._edits.wanted(layout, positions):
                 return self._edited_step(layout, positions)
-        if self._graphs is not None and self._in_graph(layout):
-            kind = Kind.FILTERED if host.has_filters else Kind.PLAIN
-            return Sampled(self._graphs(layout, kind))
+        if self._graphs is not None and not host.plan.chunks:
+            return Sampled(self._decode_in_graph(self._graphs, layout))
         batch = slots.batch(layout)
         logits = self._model(batch, self._kv_cache)
         positions_on_device = batch.positions[layout.sample_rows] + 1
@@ -191,30 +191,43 @@ class ModelRunner:
         slots.advance(batch, layout.sample_slots, token_ids)
         return Sampled(token_ids)
 
-    def _in_graph(self, layout: BatchLayout) -> bool:
-        plan = layout.host.plan
-        return not (plan.chunks or plan.whole_rows)
+    def _decode_in_graph(self, graphs: DecodeGraphs, layout: BatchLayout) -> torch.Tensor:
+        """A step of decodes alone: token ids [R]."""
+        slots, ops, shards = self._slots, self._ops.on_slots, self._shards
+        if shards is None or not layout.host.plan.whole_rows:
+            return graphs(layout, Kind.FILTERED if layout.host.has_filters else Kind.PLAIN)
+        assert ops is not None, "resolve chose graphs for ops that can"
+        logits = graphs(layout, Kind.LOGITS)
+        after = slots.state.computed[layout.slots] + 1
+        token_ids = shards.sample_whole(logits, lambda whole: self._sample(layout, whole, after))
+        ops.advance(layout.slots, token_ids, slots.state)
+        return token_ids
 
     def _edited_step(self, layout: BatchLayout, positions: Ints) -> Sampled:
         """The same where logits are edited or scored before tokens are sampled."""
         slots, edits, ops = self._slots, self._edits, self._ops.on_slots
-        if self._graphs is not None and ops is not None and self._in_graph(layout):
+        if self._graphs is not None and ops is not None and not layout.host.plan.chunks:
             logits = self._graphs(layout, Kind.LOGITS)
             after = slots.state.computed[layout.slots] + 1
-            token_ids = self._edit_and_sample(layout, positions, after, logits)
+            token_ids = self._of_whole_rows(
+                logits, functools.partial(self._edit_and_sample, layout, positions, after)
+            )
             ops.advance(layout.slots, token_ids, slots.state)
             return Sampled(token_ids, edits.scores(None))
         batch = slots.batch(layout)
         hidden = self._model.hidden(batch, self._kv_cache)
         logits = self._model.logits(hidden, batch.sample_rows)
         after = batch.positions[layout.sample_rows] + 1
-        edit_and_sample = functools.partial(self._edit_and_sample, layout, positions, after)
-        if self._shards is None:
-            token_ids = edit_and_sample(logits)
-        else:
-            token_ids = self._shards.sample_whole(logits, edit_and_sample)
+        token_ids = self._of_whole_rows(
+            logits, functools.partial(self._edit_and_sample, layout, positions, after)
+        )
         slots.advance(batch, layout.sample_slots, token_ids)
         return Sampled(token_ids, edits.scores(functools.partial(self._whole_logits, hidden)))
+
+    def _of_whole_rows(
+        self, logits: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return sample(logits) if self._shards is None else self._shards.sample_whole(logits, sample)
 
     def _edit_and_sample(
         self,

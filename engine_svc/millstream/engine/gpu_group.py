@@ -1,0 +1,125 @@
+"""A Group of GPUs of one host: sums of a step go through torch's symmetric memory, large ones and
+what is no sum through NCCL. All of it can be captured in CUDA graphs.
+
+Measured on two H200s (docs/performance.md): up to 16 MiB symmetric memory takes a third to two
+thirds of NCCL's time. One shot (each rank reads all of the others' parts) is best while latency
+counts, two shots (each rank sums its share, then gathers) while bandwidth does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millstream.engine.collectives import TIMEOUT, gloo, prefixed, smallest
+from millstream.engine.hardware import LoadError
+
+# Of a sum, times the ranks: each reads all parts of it, so more ranks go over to two shots earlier.
+_ONE_SHOT_BYTES = 256 << 10
+_TWO_SHOT_BYTES = 16 << 20
+_ALIGNMENT = 16
+_SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernels add
+
+
+class GpuGroup:
+    """A Group; this process's GPU is torch's current one. One a process: symmetric memory knows a
+    group by torch.distributed's name for it, so this is the process's default group."""
+
+    def __init__(self, rank: int, size: int, meet: Callable[[], Any]) -> None:
+        self.rank = rank
+        self.size = size
+        self._meet = meet
+        self._one_shot_bytes = _ONE_SHOT_BYTES // size
+
+    def join(self) -> None:
+        """Raises LoadError if this process has a group already."""
+        if dist.is_initialized():
+            raise LoadError("tensor_parallel_size: this process has a torch.distributed group")
+        store = self._meet()
+        self._host = gloo(store, self.rank, self.size)
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group(
+            "nccl",
+            store=prefixed(store, "nccl"),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=TIMEOUT,
+            device_id=device,
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        self._name = group.group_name
+        self._buffers = _symmetric_buffers(device, group)
+        # Communicators and kernels are made now: none may be while a graph is captured.
+        for dtype in _SYMMETRIC_DTYPES:
+            for num_bytes in (self._one_shot_bytes, 2 * self._one_shot_bytes, 2 * _TWO_SHOT_BYTES):
+                self.all_reduce(
+                    torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+                )
+        self.all_gather(torch.zeros(_TWO_SHOT_BYTES // 4, device=device))
+        torch.cuda.synchronize(device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        num_bytes = x.nbytes
+        if not self._is_symmetric(x):
+            dist.all_reduce(x)
+            return x
+        buffer = self._buffers[x.dtype][: x.numel()].view(x.shape)
+        if num_bytes <= self._one_shot_bytes:
+            return _one_shot(buffer, x, self._name)
+        return _two_shot(buffer.copy_(x), self._name)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Little of it as a sum: every rank's part of it is zero but its own."""
+        shape = (self.size, *x.shape)
+        if x.dtype is torch.float32 and x.nbytes * self.size <= self._one_shot_bytes:
+            parts = x.new_zeros(shape)
+            parts[self.rank] = x
+            buffer = self._buffers[torch.float32][: parts.numel()].view(shape)
+            return _one_shot(buffer, parts, self._name)
+        gathered = x.new_empty(shape)
+        dist.all_gather_into_tensor(gathered.view(-1), x.reshape(-1))
+        return gathered
+
+    def from_first(self, token_ids: Tensor) -> Tensor:
+        """As a sum too: ids are exact in float32."""
+        if 4 * token_ids.numel() > self._one_shot_bytes:
+            dist.broadcast(token_ids, 0)
+            return token_ids
+        x = token_ids.float()
+        if self.rank > 0:
+            x.zero_()
+        buffer = self._buffers[torch.float32][: x.numel()].view(x.shape)
+        return _one_shot(buffer, x, self._name).long()
+
+    def smallest(self, value: int) -> int:
+        return smallest(self._host, value)
+
+    def _is_symmetric(self, x: Tensor) -> bool:
+        if x.dtype not in _SYMMETRIC_DTYPES or x.nbytes > _TWO_SHOT_BYTES:
+            return False
+        return x.nbytes <= self._one_shot_bytes or x.nbytes % (_ALIGNMENT * self.size) == 0
+
+
+def _symmetric_buffers(device: torch.device, group: dist.ProcessGroup) -> dict[torch.dtype, Tensor]:
+    """One piece of memory that all ranks reach, as each of the dtypes. Where an operation's result
+    is left in it (two shots), whoever uses it does so before the next operation on the stream."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    buffer = symmetric_memory.empty(_TWO_SHOT_BYTES // 4, dtype=torch.float32, device=device)
+    symmetric_memory.rendezvous(buffer, group)
+    return {dtype: buffer.view(dtype) for dtype in _SYMMETRIC_DTYPES}
+
+
+def _one_shot(buffer: Tensor, x: Tensor, group_name: str) -> Tensor:
+    summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", group_name)
+    return summed
+
+
+def _two_shot(buffer: Tensor, group_name: str) -> Tensor:
+    summed: Tensor = torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group_name)
+    return summed

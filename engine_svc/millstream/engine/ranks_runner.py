@@ -1,0 +1,102 @@
+"""The runner over all ranks of a model: rank 0 computes here, the others in their processes.
+
+launch(plan)  -> plan_codec -> ring.py -> the others' launch(plan);  rank 0's own launch(plan)
+"""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from millstream.engine import startup
+from millstream.engine.collectives import make_group, open_store
+from millstream.engine.config import EngineConfig
+from millstream.engine.grammar import CompiledGrammar
+from millstream.engine.hardware import LoadError, check_devices
+from millstream.engine.parallel import share_of
+from millstream.engine.plan import Plan, StepResult
+from millstream.engine.plan_codec import PlanEncoder
+from millstream.engine.ranks import RankLost, RankProcesses
+from millstream.engine.request import GrammarSpec
+from millstream.engine.ring import RingWriter
+from millstream.engine.runner import ModelRunner
+from millstream.engine.shard_sampling import RowNeeds
+
+
+class RanksRunner:
+    """A plan.Runner."""
+
+    def __init__(self, first: ModelRunner, ring: RingWriter, processes: RankProcesses) -> None:
+        self.info = first.info
+        self._first = first
+        self._ring = ring
+        self._processes = processes
+        self._encoder = PlanEncoder()
+        self._needs = RowNeeds(first.info.max_num_seqs)
+
+    def launch(self, plan: Plan) -> None:
+        """Raises RankLost."""
+        if self._needs.whole_rows(plan):
+            plan = replace(plan, whole_rows=True)
+        self._processes.check()
+        self._ring.write(self._encoder.encode(plan))
+        try:
+            self._first.launch(plan)
+        except RuntimeError:  # of a collective whose other end is gone
+            self._processes.explain()
+            raise
+
+    def collect(self) -> StepResult:
+        """Raises RankLost."""
+        try:
+            return self._first.collect()
+        except RuntimeError:
+            self._processes.explain()
+            raise
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """As rank 0's runner: the others need to know nothing of grammars."""
+        return self._first.prepare_grammar(spec)
+
+    def close(self) -> None:
+        self._processes.close()
+        self._ring.close()
+        self._first.close()
+
+
+def load(
+    config: EngineConfig,
+    model_dir: Path | None,
+    listener: socket.socket,
+    ring: RingWriter,
+    processes: RankProcesses,
+) -> RanksRunner:
+    """Loads rank 0's part and waits for the others'. Takes everything over: if it raises, it has
+    closed it all. Raises as ranks.create_runner."""
+    size = config.tensor_parallel_size
+
+    def meet() -> Any:
+        processes.wait_loaded()
+        return store
+
+    try:
+        share_of(startup.model_config(config, model_dir), 0, size)
+        check_devices(config.device, size)
+        store = open_store(listener, size)
+        first = ModelRunner(config, model_dir, group=make_group(config.device, 0, size, meet))
+        processes.wait_ready()
+    except BaseException as error:
+        try:
+            if isinstance(error, RuntimeError):
+                processes.explain()
+        except RankLost as lost:
+            raise LoadError(str(lost)) from None
+        finally:
+            processes.close()
+            ring.close()
+            listener.close()
+        raise
+    return RanksRunner(first, ring, processes)
