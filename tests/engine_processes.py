@@ -151,12 +151,14 @@ def submission(
     token_ids: Sequence[int] = (1, 2, 3),
     *,
     timeout_ms: int | None = None,
+    priority: int | None = None,
     **sampling: object,
 ) -> engine_pb2.Submission:
     return engine_pb2.Submission(
         handle=handle,
         token_ids=token_ids,
         timeout_ms=timeout_ms,
+        priority=priority,
         sampling=engine_pb2.SamplingParams(**sampling),  # type: ignore[arg-type]
     )
 

@@ -197,27 +197,32 @@ async def test_random_cancels_disconnects_and_deadlines_leave_nothing(
     rng = random.Random(0)
 
     async def one() -> None:
-        stream = Stream(stub)
-        handles = range(rng.randint(1, 4))
-        await stream.submit(
-            *(
-                submission(
-                    h,
-                    [rng.randrange(500)],
-                    max_tokens=rng.randint(1, 100),
-                    timeout_ms=rng.choice([None, rng.randint(1, 200)]),
-                )
-                for h in handles
+        stream = Stream(stub, api_key=rng.choice([None, "a", "b"]))
+        submissions = [
+            submission(
+                handle,
+                [rng.randrange(500)],
+                max_tokens=rng.randint(1, 100),
+                timeout_ms=rng.choice([None, rng.randint(1, 200)]),
+                n=rng.choice([1, 1, 3]),
+                priority=rng.choice([0, 0, -1, 7]),
             )
-        )
+            for handle in range(0, 4 * rng.randint(1, 4), 4)
+        ]
+        await stream.submit(*submissions)
         await asyncio.sleep(rng.random() * 0.3)
-        await stream.cancel(*(h for h in handles if rng.random() < 0.3))
+        await stream.cancel(*(handle for handle in range(16) if rng.random() < 0.3))
         if rng.random() < 0.5:
             stream.call.cancel()
             return
         await stream.call.done_writing()
         assert (await stream.status())[0] is grpc.StatusCode.OK
-        assert set(stream.finished) | set(stream.rejected) == set(handles)
+        ended = set(stream.finished)
+        for one in submissions:
+            samples = set(range(one.handle, one.handle + one.sampling.n))
+            assert (one.handle in stream.rejected) != (samples <= ended)
+            ended -= samples
+        assert not ended
 
     async with asyncio.timeout(40), asyncio.TaskGroup() as group:
         for _ in range(60):

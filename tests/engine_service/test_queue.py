@@ -4,6 +4,7 @@ A step takes PACE_S. What is printed (pytest -s) are the waiting times."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +13,7 @@ import pytest
 from tests.engine_processes import EngineProcess, Stream, connect, engine, eventually, submission
 from tests.fake_runners import PACE_S
 
+from millstream.client import AsyncClient, SamplingParams
 from millstream.rpc import errors
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
@@ -127,10 +129,9 @@ async def test_priorities_through_grpc(stub: engine_pb2_grpc.EngineStub) -> None
     await stream.submit(*(submission(h, [10], max_tokens=40) for h in range(SLOTS)))
     await stream.until_token(*range(SLOTS))
     late = {20: 0, 21: 5, 22: -5, 23: 0, 24: -5}
-    submissions = [submission(h, [10], max_tokens=40) for h in late]
-    for one, priority in zip(submissions, late.values(), strict=True):
-        one.priority = priority
-    await stream.submit(*submissions)
+    await stream.submit(
+        *(submission(h, [10], max_tokens=40, priority=priority) for h, priority in late.items())
+    )
     await stream.until_ended(*late)
     by_wait = sorted(late, key=lambda handle: stream.finished[handle].timings.queue_s)
     assert set(by_wait[:4]) == {22, 24, 20, 23} and by_wait[4] == 21
@@ -157,7 +158,7 @@ async def test_a_queued_request_ends_at_its_deadline_at_no_cost(
         ended = stream.finished[handle]
         assert ended.reason == DEADLINE
         assert isinstance(errors.from_status(ended.status), errors.DeadlineExceeded)
-        assert 0.19 < ended.timings.queue_s < 0.6
+        assert 0.1 < ended.timings.queue_s < 1
         assert (ended.usage.output_tokens, ended.timings.prefill_s) == (0, 0)
     now = await stats_of(small)
     assert now.num_requests_waiting == 0
@@ -240,3 +241,24 @@ async def test_the_hint_comes_from_the_measured_rate(small: engine_pb2_grpc.Engi
         assert 0.05 <= hint_s < 3 * max(places * place_s, 0.05)
     assert hints[-1] > 0.3 * len(hints) * place_s
     stream.call.cancel()
+
+
+async def test_clients_that_keep_to_the_hints_all_get_through(small_server: EngineProcess) -> None:
+    """Four clients of one engine, each of which would fill it."""
+    refused = 0
+
+    def observe(message: engine_pb2.GenerateResponse) -> None:
+        nonlocal refused
+        refused += len(message.rejected)
+
+    async def one(number: int) -> None:
+        async with AsyncClient(small_server.target, None, observer=observe) as client:
+            params = SamplingParams(max_tokens=10)
+            outputs = await client.generate([[number]] * 30, params, detokenize=False)
+            assert len(outputs) == 30
+
+    began = time.monotonic()
+    await asyncio.gather(*map(one, range(4)))
+    took_s = time.monotonic() - began
+    print(f"120 requests through 12 places in {took_s:.1f} s; refused {refused} times")
+    assert 0 < refused < 120 * 6, "they come when there is room, not over and over"

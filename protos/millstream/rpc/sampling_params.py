@@ -6,6 +6,7 @@ what protobuf itself would refuse, with an unclear message, is caught and named.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +130,7 @@ def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
 def from_proto(message: engine_pb2.SamplingParams) -> SamplingParams:
     """The parameters that to_proto makes this of; a field that is not set stays unset."""
     values: dict[str, Any] = {
-        descriptor.name: value
+        descriptor.name: _as_written(value) if isinstance(value, float) else value
         for descriptor, value in message.ListFields()
         if descriptor.name in _SCALARS
     }
@@ -138,9 +139,15 @@ def from_proto(message: engine_pb2.SamplingParams) -> SamplingParams:
         **structured_output_of(message),
         stop_token_ids=list(message.stop_token_ids),
         allowed_token_ids=list(message.allowed_token_ids),
-        logit_bias=dict(message.logit_bias) or None,
+        logit_bias={i: _as_written(bias) for i, bias in message.logit_bias.items()} or None,
         bad_words=[list(word.token_ids) for word in message.bad_words],
     )
+
+
+def _as_written(value: float) -> float:
+    """The number that a user writes for this float32: 0.6, not 0.6000000238418579."""
+    short = float(f"{value:.7g}")
+    return short if struct.unpack("f", struct.pack("f", short))[0] == value else value
 
 
 _BAD_WORDS = "a list of texts, or of lists of token ids"
