@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.tiny_models import make_tiny_model
 
 from millstream.engine import LLM, SamplingParams
@@ -119,6 +120,26 @@ def test_a_mask_knows_the_token_of_the_step_in_flight(folder: Path) -> None:
         assert llm.info.max_in_flight == 2
         for output in generate(llm, make_prompts(5), params):
             assert len(set(output["token_ids"])) == 1, "only the same id may follow an id"
+
+
+def test_a_launch_does_not_wait_for_the_device(folder: Path) -> None:
+    """Whatever is edited or scored; the first round records graphs and compiles kernels. (A mask
+    that follows the tokens waits for an event, which this does not see.)"""
+    prompts, params = make_prompts(27), make_params(27, 1.0)
+    with load(folder, prefix_caching=False) as llm:
+        expected = generate(llm, prompts, params)
+        runner: Any = llm._core._runner
+        launch = runner.launch
+
+        def strictly(plan: Any) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        runner.launch = strictly
+        same(generate(llm, prompts, params), expected)
 
 
 def test_edits_of_every_slot_fit_in_what_was_reserved() -> None:

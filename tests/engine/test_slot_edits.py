@@ -147,6 +147,19 @@ def test_min_tokens_end_and_the_batch_is_plain_again(monkeypatch: pytest.MonkeyP
     assert len(steps.uploads) == 2
 
 
+def test_min_tokens_end_beside_other_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    samplings = [
+        Sampling(max_tokens=20, min_tokens=3, stop_token_ids=(9,)),
+        Sampling(max_tokens=20, logit_bias=((7, 2.0),)),
+    ]
+    steps = Steps(samplings, monkeypatch)
+    for early in (True, True, False, False):
+        edited = steps.decode()
+        assert edited is not None
+        assert (edited < 0).nonzero().tolist() == ([[0, 9]] if early else [])
+        assert edited[1, 7] == 2.0
+
+
 def test_a_slot_that_starts_anew_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of tables are given to others, and cleared."""
     full = Sampling(max_tokens=9, presence_penalty=1.0, logit_bias=((7, 2.0),), bad_words=((8,),))
@@ -162,7 +175,10 @@ def test_a_slot_that_starts_anew_forgets(monkeypatch: pytest.MonkeyPatch) -> Non
     edited = steps.decode()
     assert edited is not None
     assert edited[0].nonzero().flatten().tolist() == [5] and edited[0, 5] == -0.5
-    assert len(steps.edits.tables._counts.rows) == 4
+    biased = Sampling(max_tokens=9, logit_bias=((9, 3.0),))
+    edited = steps.plan(starts=(steps.start(0, biased),), chunks=(chunk,), decode_slots=(1,))
+    assert edited is not None and edited[0].nonzero().flatten().tolist() == [9]
+    assert len(steps.edits.tables._counts.rows) == len(steps.edits.tables._biases.rows) == 4
 
 
 def test_row_table_grows_and_keeps() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from millstream.engine.plan import SlotStart
 from millstream.engine.request import GrammarKind, GrammarSpec, Sampling
-from millstream.engine.token_masks import SlotMask, Words, num_words, pack
+from millstream.engine.token_masks import SlotMask, Words, everything, num_words, pack
 
 VOCAB_SIZE = 70  # the third word is not full
 PROMPT = (9, 9, 1)
@@ -63,7 +63,9 @@ class ToyGrammar:
 
 def test_packing() -> None:
     assert ids_of(pack((0, 31, 32, 69), VOCAB_SIZE)) == {0, 31, 32, 69}
-    assert ids_of(pack(range(VOCAB_SIZE), VOCAB_SIZE)) == set(range(VOCAB_SIZE))
+    for vocab_size in (1, 31, 32, 33, 64, 70):
+        row = everything(vocab_size)
+        assert row.dtype == np.int32 and (row == pack(range(vocab_size), vocab_size)).all()
     assert pack((31,), VOCAB_SIZE)[0] == -(2**31)
 
 

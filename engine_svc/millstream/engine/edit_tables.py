@@ -101,13 +101,12 @@ class EditTables:
     def _bias_arrays(self, new: Sequence[SlotStart]) -> list[Ints]:
         """The same of biases; an entry is the bits of a float64."""
         rows = [self._biases.take(start.slot) for start in new]
-        places: list[int] = []
-        entries: list[float] = []
+        places, entries = [_ints([])], [_ints([])]
         for row, start in zip(rows, new, strict=True):
-            base = row * self._vocab_size
-            places += [base + token_id for token_id, _ in start.sampling.logit_bias]
-            entries += [bias for _, bias in start.sampling.logit_bias]
-        return [_ints(rows), _ints(places), np.array(entries, dtype=np.float64).view(np.int64)]
+            token_ids, biases = zip(*start.sampling.logit_bias, strict=True)
+            places.append(_ints(token_ids) + row * self._vocab_size)
+            entries.append(np.array(biases, dtype=np.float64).view(np.int64))
+        return [_ints(rows), np.concatenate(places), np.concatenate(entries)]
 
     def write(self, *parts: torch.Tensor) -> None:
         """Takes over contents_arrays, on the device."""

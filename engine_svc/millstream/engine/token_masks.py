@@ -54,6 +54,14 @@ def pack(token_ids: Collection[int], vocab_size: int) -> Words:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
+def everything(vocab_size: int) -> Words:
+    """The mask that allows every id, and no bit beyond the vocabulary."""
+    words = np.full(num_words(vocab_size), -1, dtype="<i4")
+    if vocab_size % 32:
+        words[-1] = (1 << vocab_size % 32) - 1
+    return words
+
+
 class SlotMask:
     """The mask of the sequence in one slot."""
 
@@ -64,7 +72,7 @@ class SlotMask:
         self._vocab_size = vocab_size
         self._min_position = start.min_position
         self._grammar = grammar
-        self._all = pack(range(vocab_size), vocab_size)
+        self._all = everything(vocab_size)
         self._allowed = self._none_but(sampling.allowed_token_ids)
         self._no_ends = self._all_but(start.banned_token_ids)
         self._never = [word[0] for word in sampling.bad_words if len(word) == 1]
