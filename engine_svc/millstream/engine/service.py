@@ -24,16 +24,15 @@ from millstream.engine.clients import Clients
 from millstream.engine.config import EngineConfig
 from millstream.engine.config_values import ModelConfigError
 from millstream.engine.generation_config import sampling_defaults
+from millstream.engine.intake import Intake
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.preparations import HeldSubmission, Preparations
-from millstream.engine.records import StepRecord, handle_of, make_key
-from millstream.engine.request import FinishReason, Request
+from millstream.engine.records import StepRecord
+from millstream.engine.request import FinishReason
 from millstream.engine.stats_log import log_stats
 from millstream.engine.step_parts import parts_of
 from millstream.engine.streams import Stream
 from millstream.engine.supervisor import Supervisor
-from millstream.engine.validation import resolved_proto
-from millstream.rpc.errors import EngineUnavailable, MillstreamError, Unsupported, to_status
+from millstream.rpc.errors import EngineUnavailable, Unsupported
 from millstream.rpc.server import StartError
 from millstream.rpc.threads import in_daemon_thread
 from millstream.v1 import engine_pb2
@@ -81,11 +80,8 @@ class EngineService:
         self._core.failed.add_done_callback(self._on_failed)
         self._model: Model | None = None
         self._defaults = engine_pb2.SamplingParams()
-        self._preparations = Preparations(
-            self._core.prepare_grammar, on_ready=self._accept_held, on_refused=self._refuse_held
-        )
+        self._intake = Intake(self._core)
         self._info: RunnerInfo | None = None
-        self._admission: Admission | None = None
         self._clients = Clients()
         self._engine_info = engine_pb2.EngineInfo()
         self._unavailable: str | None = "the engine is starting"
@@ -114,7 +110,7 @@ class EngineService:
         except ModelConfigError as error:
             raise StartError(str(error)) from None
         self._info = await self._core.start(model.path)
-        self._admission = Admission(self._info, self._config.max_queued_requests, defaults)
+        self._intake.admission = Admission(self._info, self._config.max_queued_requests, defaults)
         self._engine_info = wire.engine_info(
             self._info,
             self._config,
@@ -137,7 +133,7 @@ class EngineService:
             stream.end_when_idle(EngineUnavailable(self._unavailable))
         if not await self._streams_ended(timeout_s):
             for stream in self._streams.values():
-                self._finish(stream, stream.live_handles, FinishReason.SHUTDOWN)
+                self._intake.finish(stream, stream.live_handles, FinishReason.SHUTDOWN)
             await self._streams_ended(SHUTDOWN_GRACE_S)
 
     async def close(self) -> None:
@@ -213,7 +209,7 @@ class EngineService:
             yield stream
         finally:
             del self._streams[stream.number]
-            self._finish(stream, stream.close(), FinishReason.CANCELLED)
+            self._intake.finish(stream, stream.close(), FinishReason.CANCELLED)
             self._clients.leave(api_key, stream.client)
 
     @contextlib.contextmanager
@@ -228,104 +224,22 @@ class EngineService:
 
     def cancel(self, stream: Stream, handles: Iterable[int]) -> None:
         """Ends requests as CANCELLED; those that are not live are ignored."""
-        self._finish(stream, filter(stream.is_live, handles), FinishReason.CANCELLED)
+        self._intake.finish(stream, filter(stream.is_live, handles), FinishReason.CANCELLED)
 
     def count_message(self) -> None:
         """One more message was sent on a stream."""
         self._messages_sent += 1
 
-    # ---- requests in, steps out
-
     def submit(self, stream: Stream, submissions: Iterable[engine_pb2.Submission]) -> None:
-        """Accepts or refuses each; those accepted go to the core as one record."""
-        requests: list[Request] = []
-        for submission in submissions:
-            try:
-                samples = self._admit(stream, submission, len(requests))
-            except Exception as error:
-                self._refuse(stream, submission.handle, error)
-                continue
-            timers = [self._deadline_timer(stream, submission, sample) for sample in samples]
-            if samples[0].sampling.grammar is not None:
-                held = HeldSubmission(stream=stream, samples=samples, timers=timers)
-                self._preparations.hold(held)
-                continue
-            requests += samples
-            for sample, timer in zip(samples, timers, strict=True):
-                self._accept(stream, sample, timer)
-        self._core.submit(requests)
-
-    def _accept(self, stream: Stream, sample: Request, timer: asyncio.TimerHandle | None) -> None:
-        logger.debug("accepted %r", sample.request_id)  # the caller's text
-        accepted = engine_pb2.Accepted(
-            handle=handle_of(sample.key),
-            request_id=sample.request_id,
-            sampling=resolved_proto(sample),
-        )
-        stream.accept(accepted, timer)
-
-    def _refuse(self, stream: Stream, handle: int, error: Exception) -> None:
-        if not isinstance(error, MillstreamError):
-            logger.error("validating a submission failed", exc_info=error)
-        status = to_status(error)
-        stream.reject(engine_pb2.Rejected(handle=handle, status=status))
-        logger.debug("stream %d: refused: %s", stream.number, status.message)
-
-    def _accept_held(self, held: HeldSubmission) -> None:
-        if self._unavailable is not None:
-            self._refuse_held(held, EngineUnavailable(self._unavailable))
-            return
-        ends: list[tuple[int, FinishReason]] = []
-        for sample in held.samples:
-            handle = handle_of(sample.key)
-            hold = held.stream.release(handle)
-            self._accept(held.stream, sample, hold.timer)
-            if hold.end is not None:
-                ends.append((handle, hold.end))
-        self._core.submit(held.samples)
-        for handle, reason in ends:
-            self._finish(held.stream, (handle,), reason)
-
-    def _refuse_held(self, held: HeldSubmission, error: Exception) -> None:
-        for sample in held.samples:
-            hold = held.stream.release(handle_of(sample.key))
-            if hold.timer is not None:
-                hold.timer.cancel()
-        self._refuse(held.stream, handle_of(held.samples[0].key), error)
-
-    def _admit(
-        self, stream: Stream, submission: engine_pb2.Submission, num_new: int
-    ) -> list[Request]:
-        """The submission's samples. Raises the MillstreamError that refuses it."""
-        if self._unavailable is not None:
-            raise EngineUnavailable(self._unavailable)
-        assert self._admission is not None
-        num_live = self._core.num_live + self._preparations.num_held + num_new
-        return self._admission.admit(stream, submission, num_live)
-
-    def _deadline_timer(
-        self, stream: Stream, submission: engine_pb2.Submission, sample: Request
-    ) -> asyncio.TimerHandle | None:
-        if not submission.HasField("timeout_ms"):
-            return None
-        return asyncio.get_running_loop().call_later(
-            submission.timeout_ms / 1000,
-            self._finish,
-            stream,
-            (handle_of(sample.key),),
-            FinishReason.DEADLINE,
-        )
-
-    def _finish(self, stream: Stream, handles: Iterable[int], reason: FinishReason) -> None:
-        with_core = [handle for handle in handles if not stream.end_held(handle, reason)]
-        self._core.finish([make_key(stream.number, handle) for handle in with_core], reason)
+        """Accepts or refuses each, at once or when its grammar is compiled."""
+        self._intake.submit(stream, submissions, self._unavailable)
 
     def _on_step(self, step: StepRecord) -> None:
         """Hands each stream its part of a step. What is left of closed streams is dropped."""
         self._tokens_seen += len(step.token_ids)
-        if self._admission is not None:
+        if self._intake.admission is not None:
             now = asyncio.get_running_loop().time()
-            self._admission.note_step(len(step.finished), self._core.num_live, now)
+            self._intake.admission.note_step(len(step.finished), self._core.num_live, now)
         for number, part in parts_of(step).items():
             stream = self._streams.get(number)
             if stream is not None:

@@ -1,0 +1,124 @@
+"""Submissions become requests of the core: admitted, held while a grammar is compiled, accepted or
+refused; and ended early."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from millstream.engine.admission import Admission
+from millstream.engine.preparations import HeldSubmission, Preparations
+from millstream.engine.records import handle_of, make_key
+from millstream.engine.request import FinishReason, Request
+from millstream.engine.streams import Stream
+from millstream.engine.supervisor import Supervisor
+from millstream.engine.validation import resolved_proto
+from millstream.rpc.errors import EngineUnavailable, MillstreamError, to_status
+from millstream.v1 import engine_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """The way of requests into one core. Everything runs on the event loop."""
+
+    def __init__(self, core: Supervisor) -> None:
+        self._core = core
+        self.admission: Admission | None = None  # once the core is loaded
+        self._preparations = Preparations(
+            core.prepare_grammar, on_ready=self._accept_held, on_refused=self._refuse_held
+        )
+
+    def submit(
+        self,
+        stream: Stream,
+        submissions: Iterable[engine_pb2.Submission],
+        unavailable: str | None,
+    ) -> None:
+        """Accepts or refuses each, or puts it on hold; those accepted go to the core as one record.
+        `unavailable`: why the engine takes none, if it does not."""
+        requests: list[Request] = []
+        for submission in submissions:
+            try:
+                samples = self._admit(stream, submission, len(requests), unavailable)
+            except Exception as error:
+                self._refuse(stream, submission.handle, error)
+                continue
+            timers = [self._deadline_timer(stream, submission, sample) for sample in samples]
+            if samples[0].sampling.grammar is not None:
+                held = HeldSubmission(stream=stream, samples=samples, timers=timers)
+                self._preparations.hold(held)
+                continue
+            requests += samples
+            for sample, timer in zip(samples, timers, strict=True):
+                self._accept(stream, sample, timer)
+        self._core.submit(requests)
+
+    def _accept(self, stream: Stream, sample: Request, timer: asyncio.TimerHandle | None) -> None:
+        logger.debug("accepted %r", sample.request_id)  # the caller's text
+        accepted = engine_pb2.Accepted(
+            handle=handle_of(sample.key),
+            request_id=sample.request_id,
+            sampling=resolved_proto(sample),
+        )
+        stream.accept(accepted, timer)
+
+    def _refuse(self, stream: Stream, handle: int, error: Exception) -> None:
+        if not isinstance(error, MillstreamError):
+            logger.error("validating a submission failed", exc_info=error)
+        status = to_status(error)
+        stream.reject(engine_pb2.Rejected(handle=handle, status=status))
+        logger.debug("stream %d: refused: %s", stream.number, status.message)
+
+    def _accept_held(self, held: HeldSubmission) -> None:
+        ends: list[tuple[int, FinishReason]] = []
+        for sample in held.samples:
+            handle = handle_of(sample.key)
+            hold = held.stream.release(handle)
+            self._accept(held.stream, sample, hold.timer)
+            if hold.end is not None:
+                ends.append((handle, hold.end))
+        self._core.submit(held.samples)
+        for handle, reason in ends:
+            self.finish(held.stream, (handle,), reason)
+
+    def _refuse_held(self, held: HeldSubmission, error: Exception) -> None:
+        for sample in held.samples:
+            hold = held.stream.release(handle_of(sample.key))
+            if hold.timer is not None:
+                hold.timer.cancel()
+        self._refuse(held.stream, handle_of(held.samples[0].key), error)
+
+    def _admit(
+        self,
+        stream: Stream,
+        submission: engine_pb2.Submission,
+        num_new: int,
+        unavailable: str | None,
+    ) -> list[Request]:
+        """The submission's samples. Raises the MillstreamError that refuses it."""
+        if unavailable is not None:
+            raise EngineUnavailable(unavailable)
+        assert self.admission is not None
+        num_live = self._core.num_live + self._preparations.num_held + num_new
+        return self.admission.admit(stream, submission, num_live)
+
+    def _deadline_timer(
+        self, stream: Stream, submission: engine_pb2.Submission, sample: Request
+    ) -> asyncio.TimerHandle | None:
+        if not submission.HasField("timeout_ms"):
+            return None
+        return asyncio.get_running_loop().call_later(
+            submission.timeout_ms / 1000,
+            self.finish,
+            stream,
+            (handle_of(sample.key),),
+            FinishReason.DEADLINE,
+        )
+
+    def finish(self, stream: Stream, handles: Iterable[int], reason: FinishReason) -> None:
+        """Ends requests early, those on hold as soon as they are accepted; unknown and finished
+        ones are ignored."""
+        with_core = [handle for handle in handles if not stream.end_held(handle, reason)]
+        self._core.finish([make_key(stream.number, handle) for handle in with_core], reason)
