@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -183,7 +184,6 @@ SCHEMA = {
 }
 
 
-@pytest.mark.xfail(reason="structured output is on its way")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_json_schema(one: Gateway, temperature: float) -> None:
     done = one.client.chat.completions.create(
@@ -199,6 +199,25 @@ def test_json_schema(one: Gateway, temperature: float) -> None:
     assert len(answer["city"]) <= 12
     assert answer["country"] in ("France", "Germany")
     assert 0 <= answer["people"] <= 99
+
+
+def test_a_regular_expression(one: Gateway) -> None:
+    done = one.client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=1.5, max_tokens=20,
+        extra_body={"regex": "(Paris|Lyon), [0-9]{2}"},
+    )  # fmt: skip
+    assert re.fullmatch("(Paris|Lyon), [0-9]{2}", done.choices[0].message.content or "")
+
+
+def test_a_bad_schema_is_the_callers_fault(one: Gateway) -> None:
+    schema = {"type": "no such type"}
+    with pytest.raises(openai.BadRequestError, match="json_schema"):
+        one.client.chat.completions.create(
+            model=MODEL, messages=CHAT, max_tokens=5,
+            response_format={
+                "type": "json_schema", "json_schema": {"name": "answer", "schema": schema},
+            },
+        )  # fmt: skip
 
 
 def test_a_long_prompt(one: Gateway) -> None:

@@ -148,7 +148,7 @@ async def test_a_model_without_a_tokenizer() -> None:
             stub = vllm_grpc.VllmEngineStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.GetTokenizer(common.GetTokenizerRequest()).read()
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert (await stub.GetModelInfo(vllm.GetModelInfoRequest())).tokenizer_path == ""
 
 

@@ -182,7 +182,7 @@ async def test_stop_strings_need_a_tokenizer() -> None:
         async with grpc.aio.insecure_channel(server.target) as channel:
             stub = vllm_grpc.VllmEngineStub(channel)
             error = await refusal(stub, request([1], stop=["a"]))
-            assert isinstance(error, errors.Unsupported)
+            assert isinstance(error, errors.NoTokenizer)
             assert error.field == "sampling_params.stop"
             assert list((await complete(stub, [1], max_tokens=2)).output_ids) == [2, 3]
 

@@ -123,7 +123,7 @@ class NoChatTemplate(MillstreamError):
 
 
 class NoTokenizer(MillstreamError):
-    """The engine's model has no tokenizer that structured output could use."""
+    """The engine's model has no tokenizer that structured output or stop strings could use."""
 
     reason = "NO_TOKENIZER"
     code = grpc.StatusCode.FAILED_PRECONDITION

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millstream.engine.vllm_dialect.submission import StopStrings
-from millstream.rpc.errors import Unsupported
+from millstream.rpc.errors import NoTokenizer
 from millstream.tokenizer.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ class StopDetokenizers:
         self._loading: asyncio.Future[Decoding] | None = None
 
     async def load(self, model_dir: Path | None) -> None:
-        """Waits for the tokenizer. Raises Unsupported if the model has none that can be used."""
+        """Waits for the tokenizer. Raises NoTokenizer if the model has none that can be used."""
         if model_dir is None:
-            raise _unsupported("the model has no tokenizer")
+            raise _no_tokenizer("the model has no tokenizer")
         if self._loading is None:
             self._loading = asyncio.ensure_future(asyncio.to_thread(_load, model_dir))
         try:
             await asyncio.shield(self._loading)
         except (OSError, ValueError) as error:
             logger.warning("no stop strings: %s", error)
-            raise _unsupported("the model's folder has no tokenizer.json that can be used") from (
+            raise _no_tokenizer("the model's folder has no tokenizer.json that can be used") from (
                 error
             )
 
@@ -62,5 +62,5 @@ def _load(model_dir: Path) -> Decoding:
     return Decoding.load(model_dir)
 
 
-def _unsupported(why: str) -> Unsupported:
-    return Unsupported(f"sampling_params.stop: {why}", field="sampling_params.stop")
+def _no_tokenizer(why: str) -> NoTokenizer:
+    return NoTokenizer(f"sampling_params.stop: {why}", field="sampling_params.stop")

@@ -11,7 +11,7 @@ from pathlib import Path
 from smg_grpc_proto.generated import common_pb2 as common
 
 from millstream import hub
-from millstream.rpc.errors import Unsupported
+from millstream.rpc.errors import NoTokenizer
 
 CHUNK_BYTES = 64 * 1024
 # The tokenizer itself, its chat templates, and the configs that say which special tokens it has.
@@ -21,10 +21,10 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal folders give equal zips
 
 
 def tokenizer_chunks(model_dir: Path | None) -> Iterator[common.GetTokenizerChunk]:
-    """The zip in pieces, the last one with its sha256. Raises Unsupported when the folder has no
+    """The zip in pieces, the last one with its sha256. Raises NoTokenizer when the folder has no
     tokenizer. Blocks: call it on a thread."""
     if model_dir is None or not hub.has_tokenizer(model_dir):
-        raise Unsupported("GetTokenizer: the model has no tokenizer files")
+        raise NoTokenizer("GetTokenizer: the model has no tokenizer files")
     data = _zip(model_dir)
     sha256 = hashlib.sha256(data).hexdigest()
     for start in range(0, len(data), CHUNK_BYTES):
