@@ -124,6 +124,23 @@ def test_sampling_flags_arrive(targets: list[str], threaded_services: FakeServic
     assert (sampling.ignore_eos, sampling.max_tokens, sampling.min_tokens) == (True, 3, 1)
 
 
+def test_flags_that_edit_and_score_arrive_and_json_shows_scores(
+    targets: list[str], threaded_services: FakeServices, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--presence-penalty 0.5 --frequency-penalty -0.5 --repetition-penalty 1.5 --json"
+    flags += " --allowed-token-ids 97 98 --bad-words no --logprobs 1 --prompt-logprobs 0"
+    assert run(["generate", "ab", *flags.split(), *targets]) == 0
+    sampling = threaded_services.engine.messages[0].submit[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert (sampling.repetition_penalty, list(sampling.allowed_token_ids)) == (1.5, [97, 98])
+    assert [bytes(word.token_ids) for word in sampling.bad_words] == [b"no", b" no"]
+    result = json.loads(capsys.readouterr().out)
+    first, *_ = result["logprobs"]
+    assert (first["token_id"], first["text"], first["top"][0]["text"]) == (97, "a", "a")
+    assert result["prompt_logprobs"][0] is None
+    assert result["prompt_logprobs"][1]["text"] == "b"
+
+
 def test_structured_output_flags_arrive(
     targets: list[str], threaded_services: FakeServices, tmp_path: Path
 ) -> None:

@@ -124,6 +124,47 @@ def test_samples_share_the_prompt_and_can_be_had_alone(default_client: Client) -
         assert default_client.generate(prompt, alone).token_ids == sample.token_ids
 
 
+def test_bad_words_are_texts(default_client: Client) -> None:
+    """With a space before them and without; a word of several tokens; the rest goes on."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    prompt = "The capital of France is"
+    plain = default_client.generate(prompt, params).text
+    assert plain.startswith(" Paris")
+    for words in (["Paris"], ["Paris", "a", "the", "located"], ["photosynthetically"]):
+        text = default_client.generate(prompt, replace(params, bad_words=words)).text
+        assert not any(f" {word} " in f"{text} " for word in words)
+        assert (text == plain) == (words == ["photosynthetically"])
+
+
+@pytest.mark.slow
+def test_row_65_log_probabilities_equal_transformers(
+    default_client: Client, default_model_dir: Path
+) -> None:
+    """Of prompt and output, within 1e-3, sampled at a random temperature; with their texts."""
+    params = SamplingParams(
+        temperature=1.5, seed=3, max_tokens=16, ignore_eos=True, logprobs=5, prompt_logprobs=5
+    )
+    outputs = default_client.generate(PROMPTS[:3], params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        default_model_dir, dtype=torch.float32
+    )
+    for prompt, output in zip(PROMPTS, outputs, strict=False):
+        assert output.logprobs is not None
+        assert output.prompt_logprobs is not None
+        token_ids = output.prompt_token_ids + output.token_ids
+        with torch.inference_mode():
+            rows = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(dim=-1)
+        entries = [*output.prompt_logprobs[1:], *output.logprobs]
+        for entry, row, token_id in zip(entries, rows, token_ids[1:], strict=True):
+            assert entry is not None
+            assert entry.token_id == token_id
+            assert entry.logprob == pytest.approx(row[token_id].item(), abs=1e-3)
+            top = row.topk(5).values.tolist()
+            assert [other.logprob for other in entry.top] == pytest.approx(top, abs=1e-3)
+        shown = [entry.text or "" for entry in output.prompt_logprobs[1:] if entry is not None]
+        assert prompt.endswith("".join(shown))
+
+
 @pytest.mark.slow
 def test_greedy_equals_transformers_generate(
     default_client: Client, default_model_dir: Path
