@@ -32,6 +32,7 @@ from tests.field_matrix.values import (
 
 from millstream.client import Client, SamplingParams, launch
 from millstream.rpc.errors import (
+    InvalidArgument,
     MillstreamError,
     from_rpc_error,
     from_status,
@@ -270,6 +271,33 @@ def test_grpcurl_sends_numbers_that_are_none(client: Client) -> None:
             done = _grpcurl(str(client.engine_target), "millstream.v1.Engine/Generate", message)
             assert '"rejected"' in done.stdout, f"{path} = {value}"
             assert f'"field":"{path.removeprefix("submit.")}"' in done.stdout.replace(": ", ":")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *((name, b"\xff\xff\xff") for name in METHODS),
+        # Not UTF-8: a request_id, a text, a stop string.
+        ("Engine.Generate", b"\x0a\x04\x22\x02\xff\xfe"),
+        ("Tokenizer.Encode", b"\x0a\x04\x0a\x02\xff\xfe"),
+        ("Tokenizer.Detokenize", b"\x0a\x04\x22\x02\xff\xfe"),
+    ],
+)
+def test_bytes_that_are_no_message(client: Client, name: str, data: bytes) -> None:
+    path = f"/millstream.v1.{name.replace('.', '/')}"
+    is_stream = name in ("Engine.Generate", "Tokenizer.Detokenize")
+    with grpc.insecure_channel(_channels(client)[name.split(".")[0]]) as channel:
+
+        def call() -> Errors:
+            if is_stream:
+                list(channel.stream_stream(path)(iter([data]), timeout=60))
+            else:
+                channel.unary_unary(path)(data, timeout=60)
+            return []
+
+        (error,) = _errors(call)
+    assert type(error) is InvalidArgument
+    assert "no such message, or a text is not UTF-8" in error.message
 
 
 def test_others_never_notice(client: Client) -> None:

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from millstream.engine.clients import api_key
 from millstream.engine.service import Dialect, EngineService
 from millstream.engine.streams import Stream
 from millstream.rpc.errors import EngineFault, MillstreamError, abort
+from millstream.rpc.undecodable import undecodable
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     await stream.room()
                 self._service.cancel(stream, message.cancel)
             stream.end_when_idle(None)
+        except DecodeError:
+            stream.fail(undecodable("a GenerateRequest"))
         except Exception:
             logger.exception("reading a stream failed")
             stream.fail(EngineFault("internal error; the service's log has it"))

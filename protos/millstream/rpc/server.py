@@ -18,6 +18,7 @@ import grpc
 from millstream.rpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
 from millstream.rpc.health import Health
 from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, address, server_options
+from millstream.rpc.undecodable import UndecodableRequests
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,9 @@ class Service(Protocol):
 async def run_service(service: Service, config: ServerConfig) -> int:
     """Runs a service until a signal, its parent's end or its failure; returns the exit code."""
     health = Health(service.names)
-    server = grpc.aio.server(options=server_options(config.max_message_bytes))
+    server = grpc.aio.server(
+        interceptors=[UndecodableRequests()], options=server_options(config.max_message_bytes)
+    )
     port = _register_and_bind(server, service, health, config)
     stop_requested = asyncio.Event()
     _install_signals(stop_requested)

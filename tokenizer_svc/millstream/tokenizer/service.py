@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from millstream.rpc.errors import (
     EngineFault,
@@ -20,6 +21,7 @@ from millstream.rpc.errors import (
     abort,
 )
 from millstream.rpc.threads import in_daemon_thread
+from millstream.rpc.undecodable import undecodable
 from millstream.rpc.version import millstream_version
 from millstream.tokenizer.codec import Codec
 from millstream.tokenizer.config import TokenizerConfig
@@ -183,6 +185,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             if task.cancelling() and not self._unavailable:
                 raise  # the caller left
             await abort(context, self._unavailable or EngineFault("cancelled inside the service"))
+        except DecodeError:
+            await abort(context, undecodable("a DetokenizeRequest"))
         except Exception as error:
             logger.exception("a call failed")
             await abort(context, error)
