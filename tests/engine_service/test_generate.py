@@ -333,6 +333,6 @@ async def test_garbage_ends_one_stream_with_a_status(server: EngineProcess) -> N
         await call.read()  # Ready
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await call.read()
-        assert failure.value.code() is grpc.StatusCode.INTERNAL
+        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     async with connect(server.target) as stub:
         await stub.GetStats(engine_pb2.GetStatsRequest(), timeout=5)
