@@ -8,10 +8,12 @@ import pytest
 
 from millstream.engine.backpressure import PlacesComeFree
 
+NUM_PLACES = 200
+
 
 def measured(rate: float, seconds: float = 100, *, start: float = 0.0) -> PlacesComeFree:
     """An engine that was busy for so long, in which `rate` requests a second ended."""
-    places = PlacesComeFree()
+    places = PlacesComeFree(NUM_PLACES)
     rng = random.Random(1)
     now, owed = start, 0.0
     places.note(0, busy=True, now=now)
@@ -39,8 +41,17 @@ def test_those_sent_away_come_one_after_another() -> None:
     assert places.retry_after_s(1) < 1
 
 
+def test_who_never_comes_back_makes_nobody_wait_for_ever() -> None:
+    places = measured(10)
+    hints = [places.retry_after_s(1) for _ in range(10 * NUM_PLACES)]
+    assert max(hints) == pytest.approx(NUM_PLACES / 10, rel=0.1), "all places, once"
+    places.note(1, busy=False, now=101.0)  # there is room: the promises are void
+    places.note(0, busy=True, now=102.0)
+    assert places.retry_after_s(1) < 0.2
+
+
 def test_nothing_seen_yet() -> None:
-    places = PlacesComeFree()
+    places = PlacesComeFree(NUM_PLACES)
     assert places.retry_after_s(1) == 1.0
     places.note(0, busy=True, now=5.0)
     places.note(0, busy=True, now=50.0)

@@ -28,8 +28,9 @@ class Admission:
     ) -> None:
         self._info = info
         self._max_queued = max_queued_requests
+        self._num_places = info.max_num_seqs + max_queued_requests
         self._defaults = defaults
-        self._places = PlacesComeFree()
+        self._places = PlacesComeFree(self._num_places)
 
     def admit(
         self, stream: Stream, submission: engine_pb2.Submission, num_live: int
@@ -59,7 +60,7 @@ class Admission:
         self._places.note(num_ended, busy=busy, now=now)
 
     def _check_room(self, stream: Stream, num_samples: int, num_live: int) -> None:
-        most = self._info.max_num_seqs + self._max_queued
+        most = self._num_places
         if num_samples > most:
             raise NeverFits(
                 f"sampling.n: {num_samples} samples are more than run and wait at once ({most})",

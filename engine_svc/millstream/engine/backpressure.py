@@ -15,7 +15,9 @@ _SHORTEST_S, _LONGEST_S = 0.05, 60.0
 class PlacesComeFree:
     """Measures while all slots are taken; what an idle engine does tells nothing of a busy one."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_places: int) -> None:
+        """`num_places`: all that there are, running and waiting."""
+        self._num_places = num_places
         self._busy_s = 0.0
         self._ended = 0.0
         self._told_at: float | None = None
@@ -23,7 +25,7 @@ class PlacesComeFree:
 
     def note(self, num_ended: int, *, busy: bool, now: float) -> None:
         """So many requests have ended since the last call; `busy`: all slots were taken."""
-        self._promised = max(0, self._promised - num_ended)
+        self._promised = max(0, self._promised - num_ended) if busy else 0
         if busy and self._told_at is not None:
             elapsed_s = now - self._told_at
             kept = math.exp(-elapsed_s / _MEMORY_S)
@@ -32,9 +34,9 @@ class PlacesComeFree:
         self._told_at = now if busy else None
 
     def retry_after_s(self, num_places: int) -> float:
-        """How long one who needs so many places should wait; those sent away before come first.
-        Each call counts as a promise."""
-        self._promised += num_places
+        """How long one who needs so many places should wait; those sent away before come first,
+        but never longer than until all places came free once. Each call counts as a promise."""
+        self._promised = min(self._promised + num_places, self._num_places)
         if not self._ended:
             return _UNKNOWN_S
         expected_s = self._promised * self._busy_s / self._ended
