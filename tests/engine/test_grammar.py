@@ -369,7 +369,8 @@ def test_a_few_are_kept_and_the_others_still_start(grammars: CompiledGrammars) -
 
 def test_a_slow_grammar_holds_up_no_other(grammars: CompiledGrammars) -> None:
     many = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(3, 20)]
-    grammars.prepare(spec("regex", "a")).result(30)
+    for warm in [grammars.prepare(spec("regex", f"a{{{i}}}")) for i in range(6)]:
+        warm.result(30)  # by both workers
     slow = grammars.prepare(spec("json_schema", {"allOf": many}))
     grammars.prepare(spec("regex", "b")).result(30)
     assert not slow.done()
