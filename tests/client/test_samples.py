@@ -156,7 +156,7 @@ async def test_an_output_echoes_what_was_asked_and_resolved(client: AsyncClient)
     assert output.sampling == SamplingParams(
         temperature=0.5, top_k=3, seed=9, max_tokens=50, stop_token_ids=[5], logit_bias={4: 1.0},
         stop=("zz", "q"), include_stop=True, skip_special_tokens=False, n=1,
-        allowed_token_ids=[], bad_words=[], choice=[],
+        allowed_token_ids=[], bad_words=[],
     )  # fmt: skip
     again = await client.generate("hello", output.sampling)
     assert (again.text, again.sampling) == (output.text, output.sampling)
