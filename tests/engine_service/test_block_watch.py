@@ -4,14 +4,29 @@ left."""
 from __future__ import annotations
 
 import asyncio
+import queue
 from typing import cast
 
 import pytest
+from tests.toy_runner import ToyRunner, toy_info, toy_request
 
 from millstream.engine import block_watch
 from millstream.engine.block_watch import BlockWatchers
+from millstream.engine.channel import CoreChannel
+from millstream.engine.core import EngineCore
+from millstream.engine.core_process import _obey
 from millstream.engine.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
-from millstream.engine.records import BlockEvents, CachedBlocks
+from millstream.engine.records import (
+    BlockEvents,
+    CachedBlocks,
+    Finish,
+    FromCore,
+    Submit,
+    ToCore,
+    UnwatchBlocks,
+    WatchBlocks,
+)
+from millstream.engine.request import FinishReason
 from millstream.engine.supervisor import Supervisor
 from millstream.rpc.errors import EngineUnavailable, FellBehind
 
@@ -111,3 +126,39 @@ async def test_the_end_of_the_engine_ends_every_watch(core: FakeCore) -> None:
         watchers.fail(EngineUnavailable("the engine is stopping"))
         with pytest.raises(EngineUnavailable, match="stopping"):
             await watcher.next()
+
+
+def test_the_core_tells_what_is_cached_between_the_right_events() -> None:
+    """A request that ends names its last blocks; whoever asks in the same turn hears of them once:
+    as a change before the answer, or in the answer."""
+    info = toy_info(block_size=4, num_blocks=16)
+    core = EngineCore(ToyRunner(info), prefix_caching=True)
+    channel = RecordingChannel()
+    asked: list[int] = []
+
+    def obey(command: ToCore) -> None:
+        _obey(core, command, asked, cast(CoreChannel, channel), queue.SimpleQueue())
+
+    obey(WatchBlocks(0))
+    obey(Submit([toy_request(1, list(range(9)), max_tokens=8)]))
+    for _ in range(4):
+        core.step()
+    obey(Finish([1], int(FinishReason.CANCELLED)))
+    obey(WatchBlocks(1))
+    first, changes, second = channel.records
+    assert first == CachedBlocks(0, [])
+    assert isinstance(changes, BlockEvents) and isinstance(second, CachedBlocks)
+    assert changes.events == [BlockStored(cached) for cached in second.names] != []
+    assert core.take_block_events() == []
+    obey(UnwatchBlocks())
+    obey(Submit([toy_request(2, list(range(50, 60)), max_tokens=8)]))
+    core.step()
+    assert core.take_block_events() == []
+
+
+class RecordingChannel:
+    def __init__(self) -> None:
+        self.records: list[FromCore] = []
+
+    def send(self, record: FromCore) -> None:
+        self.records.append(record)

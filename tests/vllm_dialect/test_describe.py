@@ -182,3 +182,21 @@ def test_without_the_stubs_the_engine_serves_without_the_service() -> None:
     line, found = done.stdout.splitlines()
     assert "pip install smg-grpc-proto" in line
     assert found == "None"
+
+
+def test_stubs_that_do_not_load_are_said_to(tmp_path: Path) -> None:
+    """As those that were made for a newer grpcio."""
+    package = tmp_path / "smg_grpc_proto"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('made for\\na newer grpcio')")
+    code = (
+        "import logging, sys\n"
+        "logging.basicConfig(level='INFO', format='%(message)s', stream=sys.stdout)\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from millstream.engine.vllm_dialect import find_dialect\n"
+        "print(find_dialect())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    line, found = done.stdout.splitlines()
+    assert "made for a newer grpcio" in line
+    assert found == "None"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
-from tests.engine_processes import engine, eventually
+from tests.engine_processes import EngineProcess, engine, eventually
 from tests.fake_runners import DIE_ID, EOS_TOKEN_ID, SLEEP_ID, VOCAB_SIZE, tokens_after
-from tests.tiny_tokenizers import byte_ids
+from tests.tiny_tokenizers import byte_ids, byte_tokenizer
 from tests.vllm_dialect.calls import Call, complete, refusal, request
 from tests.vllm_dialect.conftest import MAX_MODEL_LEN, MAX_NUM_SEQS
 
@@ -221,6 +224,29 @@ async def test_row_50_abort_in_every_state(
     assert (await complete(stub, [10], request_id="waiting", max_tokens=1)).output_ids == [11]
 
 
+async def test_row_50_abort_while_the_tokenizer_loads(tmp_path: Path) -> None:
+    """The first stop string loads it; here from a pipe, which holds the load up."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
+    with engine("--model", str(tmp_path)) as server:
+        os.mkfifo(tmp_path / "tokenizer.json")
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub = vllm_grpc.VllmEngineStub(channel)
+            message = request("A", request_id="early", stop=["C"], max_tokens=50)
+            early = asyncio.create_task(refusal(stub, message))
+            left = Call(stub, request("A", stop=["C"], max_tokens=50))
+            assert list((await complete(stub, [1], max_tokens=1)).output_ids) == [2]
+            await asyncio.sleep(0.1)
+            await stub.Abort(vllm.AbortRequest(request_ids=["early"]))
+            left.call.cancel()
+            late = Call(stub, request("A", stop=["C"], max_tokens=50))
+            await asyncio.to_thread(
+                (tmp_path / "tokenizer.json").write_text, byte_tokenizer().to_str()
+            )
+            assert isinstance(await early, errors.Cancelled)
+            assert (await late.to_end()).matched_stop_str == "C"
+            assert await freed_within(channel, 2)
+
+
 async def test_abort_ends_every_sample(stub: vllm_grpc.VllmEngineStub) -> None:
     call = Call(stub, request([10], request_id="many", n=3, max_tokens=200))
     await call.until_token()
@@ -299,3 +325,31 @@ async def test_a_dead_core_ends_the_call_unavailable() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await call.to_end()
             assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(("drain_timeout_s", "whole"), [("10", True), ("0.1", False)])
+async def test_row_81_a_stopping_engine(drain_timeout_s: str, whole: bool) -> None:
+    """What runs may end within the drain's time; what is new is for another engine."""
+    server = EngineProcess(
+        *("--max-num-seqs", "2", "--drain-timeout-s", drain_timeout_s),
+        runner="tests.fake_runners:scripted",
+    )
+    server.wait_until_serving()
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = vllm_grpc.VllmEngineStub(channel)
+        call = Call(stub, request([10], max_tokens=100))
+        await call.until_token()
+        stopping = asyncio.create_task(asyncio.to_thread(server.stop))
+
+        async def unhealthy() -> bool:
+            return not (await stub.HealthCheck(vllm.HealthCheckRequest())).healthy
+
+        assert await eventually(unhealthy, 5)
+        assert isinstance(await refusal(stub, request([1])), errors.EngineUnavailable)
+        if whole:
+            assert list((await call.to_end()).output_ids) == tokens_after(10, 100)
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await call.to_end()
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        await asyncio.wait_for(stopping, 10)

@@ -161,7 +161,7 @@ async def test_no_prefix_cache_no_events() -> None:
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_stopping_engine_ends_subscriptions_at_once() -> None:
+async def test_a_stopping_engine_ends_subscriptions() -> None:
     server = EngineProcess("--drain-timeout-s", "20")
     server.wait_until_serving()
     async with grpc.aio.insecure_channel(server.target) as channel:
@@ -172,6 +172,7 @@ async def test_a_stopping_engine_ends_subscriptions_at_once() -> None:
             async with asyncio.timeout(5):
                 await subscriber.read()
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert ended.value.details() == "the engine is stopping"
         await asyncio.wait_for(stopping, 5)
 
 

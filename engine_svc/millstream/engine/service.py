@@ -128,7 +128,6 @@ class EngineService:
 
     async def drain(self, timeout_s: float) -> None:
         self._unavailable = "the engine is stopping"
-        self._watchers.fail(EngineUnavailable(self._unavailable))
         for stream in self._streams.values():
             stream.end_when_idle(EngineUnavailable(self._unavailable))
         if not await self._streams_ended(timeout_s):

@@ -50,7 +50,7 @@ class Sample:
     index: int
     detokenizer: Detokenizer | None  # looks for stop strings, if there are any
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Position] = field(default_factory=list)  # parallel, or empty
+    logprobs: list[Position] = field(default_factory=list)  # one for each, or none at all
     num_sent: int = 0
 
     @property
@@ -79,7 +79,6 @@ class Sample:
         if detokenizer.stopped is None:
             return False
         del self.token_ids[detokenizer.stopped.token_count :]
-        del self.logprobs[detokenizer.stopped.token_count :]
         return True
 
     def take(self) -> slice:

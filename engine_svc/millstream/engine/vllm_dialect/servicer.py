@@ -31,6 +31,7 @@ from millstream.engine.vllm_dialect.stop_detokenizers import StopDetokenizers
 from millstream.engine.vllm_dialect.submission import in_vllm_terms, to_submission
 from millstream.engine.vllm_dialect.tokenizer_zip import tokenizer_chunks
 from millstream.rpc.errors import (
+    Cancelled,
     CursorExpired,
     DuplicateHandle,
     EngineUnavailable,
@@ -104,10 +105,10 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             eos_token_ids=info.eos_token_ids,
             detokenizer=new_detokenizer,
         )
+        if running.aborted:  # while the tokenizer was loading
+            raise Cancelled("the request was aborted before the engine had it")
         self._service.submit(stream, [submission])
         stream.end_when_idle(None)
-        if running.aborted:
-            self._service.cancel(stream, stream.live_handles)
         while (message := await stream.next()) is not None:
             answers = list(generation.take(message))
             self._service.cancel(stream, generation.stopped)
