@@ -75,4 +75,5 @@ gateway-test: gateway-setup
 	$(BIN)/python -m pytest -m gateway --durations=5 tests/gateway
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache examples/*/build examples/node/node_modules \
+	    examples/node/src/stubs

@@ -100,15 +100,15 @@ def test_summary_counts_what_was_answered() -> None:
     ("goals", "kept"),
     [
         (Goals(), True),
-        (Goals(ttft=100.1, itl=100.1, e2e=300.1), True),
+        (Goals(ttft=100.1, itl=200.1, e2e=500.1), True),
         (Goals(ttft=99.9), False),
-        (Goals(itl=99.9), False),
-        (Goals(e2e=299.9), False),
+        (Goals(itl=199.9), False),
+        (Goals(e2e=499.9), False),
         (Goals(ttft=500, itl=500, e2e=1), False),
     ],
 )
 def test_goals(goals: Goals, kept: bool) -> None:
-    assert goals.kept_by(Trace(sent_s=0.0, pieces=[(0.1, 1), (0.3, 2)])) is kept
+    assert goals.kept_by(Trace(sent_s=0.0, pieces=[(0.1, 1), (0.5, 2)])) is kept
     assert not goals.kept_by(Trace(sent_s=0.0))
     assert not goals.kept_by(Trace(sent_s=0.0, pieces=[(0.1, 1)], error="lost"))
 
@@ -127,6 +127,9 @@ def test_latencies_of_steps() -> None:
     ttft_s, itl_s = step_latencies(0.0, steps)
     assert ttft_s == [1.0, 1.0, 1.5]
     assert itl_s == [0.5, 0.5, 1.0, 1.0]
+    # One ends as another begins: the third step's two tokens are of different kinds.
+    ttft_s, itl_s = step_latencies(0.0, [(1.0, 2, 0), (1.5, 2, 1), (2.5, 2, 2)])
+    assert (ttft_s, itl_s) == ([1.0, 1.0, 2.5], [0.5, 0.5, 1.0])
 
 
 def test_percentiles() -> None:

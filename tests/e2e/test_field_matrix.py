@@ -243,7 +243,7 @@ def test_wrong_types_never_become_a_message(name: str) -> None:
         assert path.rpartition(".")[2] in str(caught.value), f"{path} = {value}"
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["Engine.Generate", "Tokenizer.Encode"])
 def test_grpcurl_sends_no_wrong_types(client: Client, name: str) -> None:
     """One of each field, as a person would."""
     target = _channels(client)[name.split(".")[0]]
