@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2_grpc
 from millstream.rpc.errors import (
     Cancelled,
     DeadlineExceeded,
+    EngineUnavailable,
     InvalidArgument,
     QueueFull,
     abort,
@@ -67,6 +68,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.step_s = 0.0
         self.tokens_per_step: Callable[[], int] = lambda: 1
         self.room = 1 << 20  # live requests beyond which QueueFull is said
+        self.draining = False  # refuses everything
+        self.deaf = False  # says nothing of what is submitted
         self.break_after_tokens: int | None = None  # then the stream ends UNAVAILABLE
         self.messages: list[engine_pb2.GenerateRequest] = []
         self.sent: dict[str, list[int]] = {}  # by request id, what was generated
@@ -120,7 +123,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         message: engine_pb2.GenerateResponse,
     ) -> None:
         self.messages.append(request)
-        for submission in request.submit:
+        for submission in () if self.deaf else request.submit:
             handle = submission.handle
             count = max(1, submission.sampling.n)
             assert not any(handle + sample in live for sample in range(count))
@@ -154,6 +157,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             return InvalidArgument("sampling.top_p: above 0, up to 1", field="sampling.top_p")
         if not submission.token_ids or max(submission.token_ids) >= VOCAB_SIZE:
             return InvalidArgument("token_ids: empty or too large", field="token_ids")
+        if self.draining:
+            return EngineUnavailable("the engine is stopping")
         if len(live) + max(1, submission.sampling.n) > self.room:
             return QueueFull("full", retry_after_s=0.02)
         return None

@@ -31,7 +31,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class AsyncClient:
-    """A client of one engine and one tokenizer service, for one event loop.
+    """A client of one engine, or of several alike, and one tokenizer service, for one event loop.
 
     Connects when first used. Any number of calls may run at once; they share two streams.
     Cancelling a task that waits here cancels its request. Not to be used in a child made by fork.
@@ -39,16 +39,19 @@ class AsyncClient:
 
     def __init__(
         self,
-        engine: str | None = "localhost:50051",
+        engine: str | Sequence[str] | None = "localhost:50051",
         tokenizer: str | None = "localhost:50052",
         *,
         timeout_s: float = 10.0,
         api_key: str = "",
         observer: Observer | None = None,
     ) -> None:
-        """gRPC targets; None: not needed. `timeout_s`: how long to wait until they serve, before
-        EngineUnavailable is raised. `api_key`: clients with the same one share one client's part of
-        the engine. `observer` is called with each message of the engine. Raises InvalidArgument."""
+        """gRPC targets; None: not needed. Of several engines (`engine=[...]`, all with one model)
+        each request goes to the one with the fewest outstanding tokens; one that is away is left
+        out, what it had not accepted goes to another. `timeout_s`: how long to wait until they
+        serve, before EngineUnavailable is raised. `api_key`: clients with the same one share one
+        client's part of the engine. `observer` is called with each message of the engine. Raises
+        InvalidArgument."""
         if not check_float("timeout_s", timeout_s) > 0:
             raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine
@@ -196,7 +199,7 @@ class AsyncClient:
         """What the services say of themselves: models, limits, fingerprints."""
         self._services.check_open()
         engine = tokenizer = None
-        if self._services.engine:
+        if self._services.engines:
             engine = (await self._services.engine_stream()).engine
         if self._services.tokenizer:
             tokenizer = (await self._services.text_stream()).info
@@ -209,7 +212,7 @@ class AsyncClient:
             return await connection.check() if connection else None
 
         engine, tokenizer = await asyncio.gather(
-            check(self._services.engine), check(self._services.tokenizer)
+            check(self._services.engines), check(self._services.tokenizer)
         )
         return ServicesHealth(engine=engine, tokenizer=tokenizer)
 

@@ -34,7 +34,7 @@ class Client:
 
     def __init__(
         self,
-        engine: str | None = "localhost:50051",
+        engine: str | Sequence[str] | None = "localhost:50051",
         tokenizer: str | None = "localhost:50052",
         *,
         timeout_s: float = 10.0,

@@ -54,6 +54,8 @@ class EngineStream:
         self._connection = connection
         self._observer = observer
         self._live: dict[int, Generation] = {}
+        # Tokens of prompts and answers, at most, of the requests that are live.
+        self.outstanding_tokens = 0
         self._num_samples: dict[int, int] = {}  # of first handles that the engine has not answered
         self._last_handle = 0
         self._submissions: list[tuple[engine_pb2.Submission, int]] = []  # with their sizes
@@ -103,6 +105,7 @@ class EngineStream:
                 field="prompt",
             )
         self._live.update(enumerate(samples, first))
+        self.outstanding_tokens += sum(generation.most_tokens for generation in samples)
         self._num_samples[first] = len(samples)
         self._submissions.append((submission, size))
         self._outgoing.set()
@@ -190,13 +193,19 @@ class EngineStream:
             known.extend(unpack(piece.logprobs, following_ids[:count]))
         following = self._append(message.output)
         for finished in message.finished:
-            live.pop(finished.handle).finish(finished)
+            self._take(finished.handle).finish(finished)
         for generation in following:
             generation.advance()
         for rejected in message.rejected:
             count = self._num_samples.pop(rejected.handle)
             for handle in range(rejected.handle, rejected.handle + count):
-                live.pop(handle).fail(from_service(rejected.status))
+                self._take(handle).fail(from_service(rejected.status))
+
+    def _take(self, handle: int) -> Generation:
+        """A live request that has ended."""
+        generation = self._live.pop(handle)
+        self.outstanding_tokens -= generation.most_tokens
+        return generation
 
     def _append(self, output: engine_pb2.StepOutput) -> list[Generation]:
         """Adds a message's tokens to their requests; returns those that act on each piece."""
@@ -234,5 +243,6 @@ class EngineStream:
             self._error = error
             self._call.cancel()
         live, self._live = self._live, {}
+        self.outstanding_tokens = 0
         for generation in live.values():
             generation.fail(copy(self._error))

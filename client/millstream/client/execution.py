@@ -86,18 +86,27 @@ class Executor:
         (encoded,) = await self._encode_all([job])
         if isinstance(encoded, MillstreamError):
             raise encoded
-        engine, text = await self._streams(job)
-        for attempt in range(job.max_retries or 0):
+        gone: list[EngineStream] = []
+        attempt = 0
+        while True:
+            engine, text = await self._streams(job, gone)
             samples = submit(engine, text, job, deadline, follow=True)
+            may_move = len(gone) + 1 < len(self._services.engines)
+            may_retry = attempt < (job.max_retries or 0)
+            if not (may_move or may_retry):
+                return samples
             try:
                 await samples.answered()
             except BaseException:
                 samples.cancel()
                 raise
-            if (full := samples.found_queue_full) is None:
+            if may_move and samples.never_taken:
+                gone.append(engine)
+            elif may_retry and (full := samples.found_queue_full) is not None:
+                await self._wait_for_room(full, attempt, deadline)
+                attempt += 1
+            else:
                 return samples
-            await self._wait_for_room(full, attempt, deadline)
-        return submit(engine, text, job, deadline, follow=True)
 
     async def encode(
         self, inputs: Sequence[tokenizer_pb2.EncodeInput], *, add_special_tokens: bool
@@ -134,8 +143,21 @@ class Executor:
         return await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run_job(self, job: Job, deadline: float | None) -> Output:
-        """Submits an encoded job, again while the queue is full, and waits for its output."""
-        engine, text = await self._streams(job)
+        """Submits an encoded job, to another engine if one goes away before it has accepted it, and
+        waits for its output."""
+        gone: list[EngineStream] = []
+        while True:
+            engine, text = await self._streams(job, gone)
+            samples = await self._run_on(engine, text, job, deadline)
+            gone.append(engine)
+            if not samples.never_taken or len(gone) >= len(self._services.engines):
+                output = samples.output()
+                return await self._texts.add_to(output) if job.detokenize else output
+
+    async def _run_on(
+        self, engine: EngineStream, text: TextStream | None, job: Job, deadline: float | None
+    ) -> Samples:
+        """Submits a job, again while the queue is full; returns what has ended."""
         places = await _until(deadline, engine.places.take(job.num_samples))
         try:
             for attempt in itertools.count():
@@ -146,21 +168,22 @@ class Executor:
                     samples.cancel()  # if this task was
                 full = samples.found_queue_full
                 if full is None or attempt == job.max_retries:
-                    output = samples.output()
-                    break
+                    return samples
                 await self._wait_for_room(full, attempt, deadline)
+            raise AssertionError("there is no last attempt")
         finally:
             engine.places.give_back(places)
-        return await self._texts.add_to(output) if job.detokenize else output
 
     async def _wait_for_room(self, full: QueueFull, attempt: int, deadline: float | None) -> None:
         seconds = delay_s(full.retry_after_s, attempt, self._rng)
         await _until(deadline, asyncio.sleep(seconds))
 
-    async def _streams(self, job: Job) -> tuple[EngineStream, TextStream | None]:
+    async def _streams(
+        self, job: Job, gone: Sequence[EngineStream]
+    ) -> tuple[EngineStream, TextStream | None]:
         if job.source is None and not job.detokenize:
-            return await self._services.engine_stream(), None
-        return await self._services.both()
+            return await self._services.engine_stream(gone), None
+        return await self._services.both(gone)
 
     async def _encode_all(
         self, chunk: Sequence[Job | MillstreamError]

@@ -19,9 +19,12 @@ from typing import Protocol
 
 from millstream.client.naming import from_service
 from millstream.client.types import Delta, FinishReason, Logprob, Output, Timings, Usage
-from millstream.rpc.errors import EngineFault, MillstreamError
+from millstream.rpc.errors import EngineFault, EngineUnavailable, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, from_proto
 from millstream.v1 import engine_pb2
+
+# Of an answer whose length nobody bounded.
+_USUAL_TOKENS = 512
 
 
 class TextSink(Protocol):
@@ -98,6 +101,12 @@ class Generation:
         self._confirmed = 0  # tokens that a reader may see
         self._shown = 0  # tokens that `take` returned
         self._changed = changed
+
+    @property
+    def most_tokens(self) -> int:
+        """That it may make an engine compute, as far as is known."""
+        answer = self._sampling.max_tokens
+        return len(self.prompt_token_ids) + (_USUAL_TOKENS if answer is None else answer)
 
     def bind(self, *, cancel: Callable[[], None], text: TextSink | None) -> None:
         """Called once, at submission: how to cancel at the engine, and the text session."""
@@ -182,6 +191,11 @@ class Generation:
     def error(self) -> MillstreamError | None:
         """Why it failed, if it did."""
         return self._error
+
+    @property
+    def never_taken(self) -> bool:
+        """Whether the engine went away before it accepted the request: another may have it."""
+        return self._accepted is None and isinstance(self._error, EngineUnavailable)
 
     @property
     def answered(self) -> bool:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 _STOP_GRACE_S = 8.0  # then SIGKILL
@@ -29,9 +29,16 @@ class LaunchError(RuntimeError):
 class ServiceProcess:
     """One child. `port` is None until it serves."""
 
-    def __init__(self, name: str, arguments: Sequence[str], *, quiet: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        quiet: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Starts `python -m millstream.NAME`. `quiet`: its log is kept for the error message
-        instead of being shown."""
+        instead of being shown. `environment`: beside this process's."""
         self.name = name
         self.port: int | None = None
         self._log: IO[bytes] | None = tempfile.TemporaryFile() if quiet else None  # noqa: SIM115
@@ -45,6 +52,7 @@ class ServiceProcess:
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,  # Ctrl-C is for the parent, which stops its children
             )
 
@@ -99,8 +107,15 @@ class ServiceProcesses:
     def __init__(self) -> None:
         self._children: list[ServiceProcess] = []
 
-    def start(self, name: str, arguments: Sequence[str], *, quiet: bool) -> ServiceProcess:
-        child = ServiceProcess(name, arguments, quiet=quiet)
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        quiet: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> ServiceProcess:
+        child = ServiceProcess(name, arguments, quiet=quiet, environment=environment)
         self._children.append(child)
         return child
 

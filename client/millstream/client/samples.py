@@ -36,6 +36,11 @@ class Samples:
         return error if isinstance(error, QueueFull) else None
 
     @property
+    def never_taken(self) -> bool:
+        """As Generation's; they are taken together."""
+        return self._generations[0].never_taken
+
+    @property
     def all_read(self) -> bool:
         """Whether next_delta gave the last delta of each sample."""
         return not self._unread

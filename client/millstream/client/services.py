@@ -4,23 +4,23 @@ opened anew after a failure; and the check that both are for the same tokenizer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from copy import copy
-from typing import Any, Generic, Protocol, TypeVar
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import grpc
 
 from millstream.client.connection import Connection, closing_told
 from millstream.client.engine_stream import EngineStream, Observer
+from millstream.client.engines import Engines, check_target, engine_targets
+from millstream.client.opener import Opener
 from millstream.client.text import TextStream
 from millstream.rpc.errors import (
-    Cancelled,
     EngineUnavailable,
     FingerprintMismatch,
     InvalidArgument,
-    MillstreamError,
 )
-from millstream.rpc.values import check_text, refusal
+from millstream.rpc.values import check_text
 from millstream.v1 import engine_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 _ENGINE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
@@ -33,46 +33,45 @@ class Services:
     def __init__(
         self,
         *,
-        engine: str | None,
+        engine: str | Sequence[str] | None,
         tokenizer: str | None,
         timeout_s: float,
         api_key: str = "",
         observer: Observer | None = None,
     ) -> None:
-        """Targets, None for a service that is not needed; `timeout_s`: how long to wait for one.
-        Raises InvalidArgument."""
+        """Targets, None for a service that is not needed; several engines share the requests.
+        `timeout_s`: how long to wait for a service. Raises InvalidArgument."""
         if not check_text("api_key", api_key).isprintable() or not api_key.isascii():
             raise InvalidArgument("api_key: printable ASCII only", field="api_key")
         self._api_key = api_key
-        for name, target in (("engine", engine), ("tokenizer", tokenizer)):
-            if target is not None and not check_text(name, target):
-                raise refusal(name, "a gRPC target such as localhost:50051", target)
-        self.engine: Connection | None = None
-        self.tokenizer: Connection | None = None
-        if engine is not None:
-            self.engine = Connection(
-                target=engine, kind="engine", service=_ENGINE, timeout_s=timeout_s
-            )
-        if tokenizer is not None:
-            self.tokenizer = Connection(
-                target=tokenizer, kind="tokenizer", service=_TOKENIZER, timeout_s=timeout_s
-            )
         self._observer = observer
         self._closed = False
-        self._engine = _Opener(self._open_engine)
-        self._text = _Opener(self._open_text)
+        connect = functools.partial(Connection, timeout_s=timeout_s)
+        targets = engine_targets(engine)
+        self.engines = Engines(
+            [connect(target=target, kind="engine", service=_ENGINE) for target in targets],
+            self._open_engine,
+        )
+        self.tokenizer: Connection | None = None
+        if tokenizer is not None:
+            target = check_target("tokenizer", tokenizer)
+            self.tokenizer = connect(target=target, kind="tokenizer", service=_TOKENIZER)
+        self._text = Opener(self._open_text)
 
-    async def engine_stream(self) -> EngineStream:
-        """The open Generate stream. Raises EngineUnavailable."""
-        return await self._engine.get()
+    async def engine_stream(self, avoid: Collection[EngineStream] = ()) -> EngineStream:
+        """The open Generate stream of the engine with least to do, which may be another at the next
+        await. Raises EngineUnavailable."""
+        await self.engines.opened()
+        return self.engines.least_loaded(avoid)
 
     async def text_stream(self) -> TextStream:
         """The open Detokenize stream. Raises EngineUnavailable."""
         return await self._text.get()
 
-    async def both(self) -> tuple[EngineStream, TextStream]:
+    async def both(self, avoid: Collection[EngineStream] = ()) -> tuple[EngineStream, TextStream]:
         """Both streams, for text: raises FingerprintMismatch if they are not for one tokenizer."""
-        engine, text = await asyncio.gather(self.engine_stream(), self.text_stream())
+        _, text = await asyncio.gather(self.engines.opened(), self.text_stream())
+        engine = self.engines.least_loaded(avoid)
         ours, theirs = engine.engine.tokenizer_fingerprint, text.info.fingerprint
         if ours and ours != theirs:  # an engine without tokenizer files has none
             raise FingerprintMismatch(
@@ -112,22 +111,16 @@ class Services:
     async def close(self) -> None:
         """Whoever waits for a service is told, with Cancelled."""
         self._closed = True
-        await self._engine.close()
+        await self.engines.close()
         await self._text.close()
-        for connection in (self.engine, self.tokenizer):
-            if connection is not None:
-                await connection.close()
+        if self.tokenizer is not None:
+            await self.tokenizer.close()
 
-    async def _open_engine(self) -> EngineStream:
-        return await EngineStream.open(self._engine_connection(), self._observer, self._api_key)
+    async def _open_engine(self, connection: Connection) -> EngineStream:
+        return await EngineStream.open(connection, self._observer, self._api_key)
 
     async def _open_text(self) -> TextStream:
         return await TextStream.connect(self._tokenizer_connection())
-
-    def _engine_connection(self) -> Connection:
-        if self.engine is None:
-            raise EngineUnavailable("this client has no engine service (engine=None)")
-        return self.engine
 
     def _tokenizer_connection(self) -> Connection:
         if self.tokenizer is None:
@@ -148,51 +141,3 @@ class Services:
                 return await getattr(stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise connection.error(error) from None
-
-
-class _Stream(Protocol):
-    @property
-    def broken(self) -> bool: ...
-
-    async def close(self) -> None: ...
-
-
-S = TypeVar("S", bound=_Stream)
-
-
-class _Opener(Generic[S]):
-    """Keeps one stream open. Who asks while it is being opened shares the result, or the error."""
-
-    def __init__(self, open_stream: Callable[[], Coroutine[Any, Any, S]]) -> None:
-        self._open = open_stream
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._opening: asyncio.Task[S] | None = None
-        self._closed = False
-
-    async def get(self) -> S:
-        if self._closed:  # since the caller came
-            raise Cancelled("the client was closed")
-        self._loop = self._loop or asyncio.get_running_loop()
-        if self._loop is not asyncio.get_running_loop():
-            raise RuntimeError("an AsyncClient belongs to the event loop that used it first")
-        task = self._opening
-        if task is None or (task.done() and (task.exception() or task.result().broken)):
-            task = self._opening = asyncio.create_task(self._open_anew(task))
-        try:
-            with closing_told():
-                return await asyncio.shield(task)
-        except MillstreamError as error:
-            raise copy(error) from None
-
-    async def _open_anew(self, before: asyncio.Task[S] | None) -> S:
-        if before is not None and not before.exception():
-            await before.result().close()  # it is broken, but its tasks are still there
-        return await self._open()
-
-    async def close(self) -> None:
-        self._closed = True
-        if self._opening is not None:
-            self._opening.cancel()  # does nothing when it is open
-            (stream,) = await asyncio.gather(self._opening, return_exceptions=True)
-            if not isinstance(stream, BaseException):
-                await stream.close()

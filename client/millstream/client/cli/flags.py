@@ -94,9 +94,19 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def targets(text: str) -> str | list[str]:
+    """One target, or several with commas between (which gRPC's own lists of addresses have too)."""
+    several = "," in text and not text.startswith(("ipv4:", "ipv6:"))
+    return text.split(",") if several else text
+
+
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("services")
-    group.add_argument("--engine", default=ENGINE, help=f"gRPC target; default: {ENGINE}")
+    group.add_argument(
+        "--engine",
+        default=ENGINE,
+        help=f"gRPC target, or several with commas between; default: {ENGINE}",
+    )
     group.add_argument("--tokenizer", default=TOKENIZER, help=f"default: {TOKENIZER}")
     group.add_argument(
         "--connect-timeout-s",
@@ -133,7 +143,7 @@ def request_options(args: argparse.Namespace) -> RequestOptions:
 def client(args: argparse.Namespace) -> Client:
     """The client that the connection and request flags describe."""
     return Client(
-        args.engine, args.tokenizer, timeout_s=args.connect_timeout_s, api_key=args.api_key
+        targets(args.engine), args.tokenizer, timeout_s=args.connect_timeout_s, api_key=args.api_key
     )
 
 

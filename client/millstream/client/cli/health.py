@@ -33,10 +33,9 @@ def run(args: argparse.Namespace) -> int:
 async def _check(targets: dict[str, str | None]) -> int:
     services = Services(engine=targets["engine"], tokenizer=targets["tokenizer"], timeout_s=0)
     results = {}
-    for connection in (services.engine, services.tokenizer):
-        if connection is not None:
-            results[connection] = await connection.check()
-            print(f"{connection.kind} {connection.target}: {results[connection]}")
+    for connection in _connections(services):
+        results[connection] = await connection.check()
+        print(f"{connection.kind} {connection.target}: {results[connection]}")
     await services.close()
     return 0 if set(results.values()) == {Health.SERVING} else 1
 
@@ -44,12 +43,15 @@ async def _check(targets: dict[str, str | None]) -> int:
 async def _watch(targets: dict[str, str | None]) -> int:
     services = Services(engine=targets["engine"], tokenizer=targets["tokenizer"], timeout_s=0)
 
-    async def follow(connection: Connection | None) -> None:
-        if connection is None:
-            return
+    async def follow(connection: Connection) -> None:
         async for health in connection.watch():
             now = time.strftime("%H:%M:%S")
             print(f"{now} {connection.kind} {connection.target}: {health}", flush=True)
 
-    await asyncio.gather(follow(services.engine), follow(services.tokenizer))
+    await asyncio.gather(*map(follow, _connections(services)))
     return 0
+
+
+def _connections(services: Services) -> list[Connection]:
+    tokenizer = [] if services.tokenizer is None else [services.tokenizer]
+    return [*services.engines.connections, *tokenizer]

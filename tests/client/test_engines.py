@@ -1,0 +1,159 @@
+"""One client of several engines: load, engines that go away and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.fake_services import FakeServices, until
+
+from millstream.client import AsyncClient, Client, SamplingParams
+from millstream.client.types import Health
+from millstream.rpc.errors import EngineUnavailable, FingerprintMismatch, InvalidArgument
+
+PROMPT = [104, 105]
+
+
+@contextlib.asynccontextmanager
+async def several(count: int) -> AsyncIterator[list[FakeServices]]:
+    running = [FakeServices() for _ in range(count)]
+    for each in running:
+        await each.start()
+    try:
+        yield running
+    finally:
+        for each in running:
+            await each.stop()
+
+
+def client_of(services: list[FakeServices], timeout_s: float = 2) -> AsyncClient:
+    targets = [each.target for each in services]
+    return AsyncClient(targets, services[0].target, timeout_s=timeout_s)
+
+
+def submissions(services: FakeServices) -> int:
+    return sum(len(message.submit) for message in services.engine.messages)
+
+
+async def test_a_batch_is_spread_evenly() -> None:
+    async with several(3) as services, client_of(services) as client:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        outputs = await client.generate([PROMPT] * 300, params)
+        assert len(outputs) == 300
+        assert [submissions(each) for each in services] == [100, 100, 100]
+        texts = await client.generate(["hello"] * 30, params)
+        assert {output.text for output in texts} == {"hello"}
+        assert [submissions(each) for each in services] == [110, 110, 110]
+
+
+async def test_long_requests_count_for_more() -> None:
+    async with several(2) as services, client_of(services) as client:
+        services[0].engine.step_s = services[1].engine.step_s = 0.002
+        long = asyncio.create_task(
+            client.generate(PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True))
+        )
+        await until(lambda: sum(map(submissions, services)) == 1)
+        short = SamplingParams(max_tokens=10, ignore_eos=True)
+        await client.generate([PROMPT] * 20, short, detokenize=False)
+        assert sorted(map(submissions, services)) == [1, 20]
+        long.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await long
+        engines = client._services.engines
+        await until(lambda: not any(each.outstanding_tokens for each in engines._ready()))
+        await client.generate([PROMPT] * 20, short, detokenize=False)
+        assert sorted(map(submissions, services)) == [11, 30]
+
+
+async def test_what_was_not_accepted_moves_and_what_streams_ends() -> None:
+    """One engine is stopped while it has requests of both kinds."""
+    async with several(2) as services, client_of(services) as client:
+        first, second = services
+        for each in services:
+            each.engine.step_s = 0.005
+        endless = SamplingParams(max_tokens=100_000, ignore_eos=True)
+        running = [client.stream(PROMPT, endless, detokenize=False) for _ in range(4)]
+        for stream in running:
+            await anext(stream)
+        assert first.engine.live == second.engine.live == 2
+        first.engine.deaf = True
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        batch = asyncio.create_task(client.generate([PROMPT] * 50, params, detokenize=False))
+        one = client.stream(PROMPT, params, detokenize=False)
+        waiting = asyncio.create_task(anext(one))
+        await until(lambda: submissions(first) >= 2 + 25)
+        await first.stop()
+        assert {len(output.token_ids) for output in await batch} == {3}
+        assert len((await waiting).token_ids) >= 1
+        ended = 0
+        for stream in running:
+            try:
+                await anext(stream)
+            except EngineUnavailable:
+                ended += 1
+        assert ended == 2
+        assert second.engine.live == 2
+        for stream in running:
+            stream.cancel()
+
+
+async def test_an_engine_that_refuses_as_it_drains_is_left_alone() -> None:
+    async with several(2) as services, client_of(services) as client:
+        await client.generate(PROMPT, SamplingParams(max_tokens=1), detokenize=False)
+        services[0].engine.draining = True
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        outputs = await client.generate([PROMPT] * 10, params, detokenize=False)
+        assert len(outputs) == 10
+        stream = client.stream(PROMPT, params, detokenize=False)
+        assert [delta.token_ids async for delta in stream]
+        services[1].engine.draining = True
+        with pytest.raises(EngineUnavailable, match="stopping"):
+            await client.generate(PROMPT, params, detokenize=False)
+
+
+async def test_one_that_is_away_is_left_out_and_comes_back() -> None:
+    async with several(2) as services:
+        first, second = services
+        port = int(first.target.rpartition(":")[2])
+        await first.stop()
+        async with AsyncClient([first.target, second.target], None, timeout_s=5) as client:
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
+            outputs = await client.generate([PROMPT] * 10, params, detokenize=False)
+            assert len(outputs) == 10 and submissions(second) == 10
+            assert (await client.health()).engine is Health.SERVING
+            await first.start(port)
+
+            async with asyncio.timeout(5):
+                while not submissions(first):
+                    await client.generate([PROMPT] * 4, params, detokenize=False)
+            await second.stop()
+            await client.generate([PROMPT] * 10, params, detokenize=False)
+            await first.stop()
+            async with asyncio.timeout(8):
+                with pytest.raises(EngineUnavailable):
+                    await client.generate(PROMPT, params, detokenize=False)
+
+
+async def test_none_is_there() -> None:
+    async with several(2) as services:
+        for each in services:
+            await each.stop()
+        async with client_of(services, timeout_s=0.3) as client:
+            with pytest.raises(EngineUnavailable, match="cannot be reached"):
+                await client.generate(PROMPT, detokenize=False)
+            assert (await client.health()).engine is Health.UNREACHABLE
+
+
+async def test_engines_of_different_tokenizers() -> None:
+    async with several(2) as services, client_of(services) as client:
+        services[1].engine.info.tokenizer_fingerprint = "e" * 64
+        with pytest.raises(FingerprintMismatch, match="different tokenizers: ffffffff"):
+            await client.generate(PROMPT, detokenize=False)
+
+
+@pytest.mark.parametrize("engine", [[], ["a:1", "a:1"], ["a:1", ""], [5], 7])
+def test_bad_lists(engine: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"^engine: "):
+        Client(engine, None)  # type: ignore[arg-type]
