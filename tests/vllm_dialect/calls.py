@@ -8,9 +8,11 @@ from typing import Any
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
+from tests.engine_processes import eventually
 from tests.tiny_tokenizers import byte_ids
 
 from millstream.rpc import errors
+from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 
 def request(
@@ -79,3 +81,14 @@ async def refusal(
     except grpc.aio.AioRpcError as error:
         return errors.from_rpc_error(error)
     raise AssertionError("it was not refused")
+
+
+async def freed_within(channel: grpc.aio.Channel, seconds: float) -> bool:
+    """Whether no sequence and no block is held, soon enough."""
+    stub: Any = engine_pb2_grpc.EngineStub(channel)
+
+    async def freed() -> bool:
+        now = await stub.GetStats(engine_pb2.GetStatsRequest(), timeout=10)
+        return not (now.num_requests_running or now.num_requests_waiting or now.kv_blocks_used)
+
+    return await eventually(freed, seconds)

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
+from tests.fake_runners import EOS_TOKEN_ID
 from tests.vllm_dialect.calls import Call, complete, request
 
 from millstream.rpc import errors
@@ -52,7 +53,8 @@ async def test_an_extreme_value_is_taken_or_refused_by_name(
     stub: vllm_grpc.VllmEngineStub, name: str
 ) -> None:
     for value in (value for case, value in _cases() if case == name):
-        call = Call(stub, request([10], **{"max_tokens": 2, name: value}))
+        soon = [EOS_TOKEN_ID - 3]
+        call = Call(stub, request(soon, **{"max_tokens": 2, name: value}))
         try:
             await call.to_end()
         except grpc.aio.AioRpcError as failure:
