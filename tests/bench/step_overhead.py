@@ -12,11 +12,12 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
 from millstream.engine.core import EngineCore
-from millstream.engine.graphs import Decode, DecodeGraphs, Kind, batch_sizes
+from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import Request, Sampling
 from millstream.engine.results import CpuResults
@@ -24,8 +25,8 @@ from millstream.engine.slots import SlotTable
 
 
 class StubGraph:
-    def __init__(self, decode: Decode, slots: torch.Tensor, kind: Kind) -> None:
-        self.output = decode(slots, kind)
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        self.output = step()
 
     def replay(self) -> None:
         pass

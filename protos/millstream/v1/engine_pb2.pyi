@@ -254,7 +254,7 @@ class SamplingParams(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """The same of each prompt token but the first; 0 to 20. The prompt is then computed in full, not
-    read from the prefix cache.
+    read from the prefix cache. Of n samples the first gets them.
     """
     json_schema: _builtins.str
     """A JSON schema, as the text of a JSON object. The output has no whitespace between its tokens,
