@@ -14,6 +14,7 @@ from millstream.client.__main__ import run
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.runs import Load, Run, measure, serve_loads
 from millstream.client.bench.targets import Target, open_sender
+from millstream.client.cli import flags
 from millstream.client.workload import Workload
 
 _INSTANT = ["--runner", "instant"]
@@ -189,6 +190,9 @@ def test_the_bare_client_measures_an_engine_that_runs(
     capsys.readouterr()
     assert run(["bench", *_SMALL]) == 1
     assert "millstream[engine,tokenizer]" in capsys.readouterr().err
+    monkeypatch.setattr(flags, "ENVIRONMENT_ENGINE", targets[1])
+    monkeypatch.setattr(flags, "TOKENIZER", targets[1])
+    assert run(["bench", "latency", *_SMALL, "--text"]) == 0
 
 
 @pytest.mark.parametrize(

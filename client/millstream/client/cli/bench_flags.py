@@ -86,7 +86,11 @@ def workload(args: argparse.Namespace) -> Workload:
 
 def target(args: argparse.Namespace) -> Target:
     """Raises InvalidArgument for flags that go against each other, LaunchError where no engine is
-    installed and none is given."""
+    installed and none is given. The bare client measures that of the environment (in a container:
+    the other container's)."""
+    if args.engine is None and args.no_engine is not None and flags.ENVIRONMENT_ENGINE is not None:
+        args.engine = flags.ENVIRONMENT_ENGINE
+        args.tokenizer = args.tokenizer or (flags.TOKENIZER if args.text else None)
     options: dict[str, Any] = {} if args.no_engine else flags.engine_options(args)
     streams: Literal["one", "per-request"] = getattr(args, "streams", "one")
     _check(args, options, streams)

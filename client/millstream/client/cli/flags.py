@@ -17,7 +17,8 @@ from millstream.rpc.parsing import number
 from millstream.rpc.sampling_params import SamplingParams, to_proto
 
 # Where the services are when no flag says so; a container's environment knows better.
-ENGINE = os.environ.get("MILLSTREAM_ENGINE") or "localhost:50051"
+ENVIRONMENT_ENGINE = os.environ.get("MILLSTREAM_ENGINE") or None
+ENGINE = ENVIRONMENT_ENGINE or "localhost:50051"
 TOKENIZER = os.environ.get("MILLSTREAM_TOKENIZER") or "localhost:50052"
 MAX_TOKENS = 256
 
