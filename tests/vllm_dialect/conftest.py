@@ -46,7 +46,8 @@ def byte_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"top_k": 20, "temperature": 0.5}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "model.safetensors.index.json").write_text("{}")
+    for other in ("model.safetensors.index.json", "notes.txt", "secrets.json"):
+        (folder / other).write_text("no part of a tokenizer")
     return folder
 
 

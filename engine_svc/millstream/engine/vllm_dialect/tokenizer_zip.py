@@ -14,9 +14,14 @@ from millstream import hub
 from millstream.rpc.errors import NoTokenizer
 
 CHUNK_BYTES = 64 * 1024
-# The tokenizer itself, its chat templates, and the configs that say which special tokens it has.
-_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-_WEIGHTS_INDEX = "*.index.json"
+# The tokenizer itself, its chat templates, and the configs that say which special tokens it has:
+# nothing else that the folder may hold.
+_NAMES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tekken.json", "chat_template.json"),
+    *("config.json", "generation_config.json"),
+)
+_PATTERNS = (*_NAMES, "*.jinja", "*.model", "*.tiktoken")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal folders give equal zips
 
 
@@ -35,7 +40,6 @@ def tokenizer_chunks(model_dir: Path | None) -> Iterator[common.GetTokenizerChun
 
 def _zip(model_dir: Path) -> bytes:
     files = {file for pattern in _PATTERNS for file in model_dir.glob(pattern)}
-    files -= set(model_dir.glob(_WEIGHTS_INDEX))
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(files):
