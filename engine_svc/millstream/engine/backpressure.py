@@ -10,6 +10,7 @@ import math
 _MEMORY_S = 10.0  # busy time after which what was seen counts 1/e
 _UNKNOWN_S = 1.0  # before anything was seen
 _SHORTEST_S, _LONGEST_S = 0.05, 60.0
+_MOST_TURNS = 4  # of all places; promises beyond that are those of clients that never come back
 
 
 class PlacesComeFree:
@@ -17,7 +18,7 @@ class PlacesComeFree:
 
     def __init__(self, num_places: int) -> None:
         """`num_places`: all that there are, running and waiting."""
-        self._num_places = num_places
+        self._most_promised = _MOST_TURNS * num_places
         self._busy_s = 0.0
         self._ended = 0.0
         self._told_at: float | None = None
@@ -35,8 +36,8 @@ class PlacesComeFree:
 
     def retry_after_s(self, num_places: int) -> float:
         """How long one who needs so many places should wait; those sent away before come first,
-        but never longer than until all places came free once. Each call counts as a promise."""
-        self._promised = min(self._promised + num_places, self._num_places)
+        but not more of them than _MOST_TURNS says. Each call counts as a promise."""
+        self._promised = min(self._promised + num_places, self._most_promised)
         if not self._ended:
             return _UNKNOWN_S
         expected_s = self._promised * self._busy_s / self._ended
