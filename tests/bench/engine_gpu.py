@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--profile", action="store_true", help="print the kernels of idle's steps")
@@ -47,6 +48,7 @@ def main() -> None:
         load_format="dummy",
         enforce_eager=arguments.enforce_eager,
         attention_backend=arguments.attention_backend,
+        batch_invariant=arguments.batch_invariant,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
     )

@@ -75,6 +75,23 @@ def test_row_78_no_positions_beyond_the_models() -> None:
         resolve(EngineConfig(max_model_len=limit + 1), CPU, MODEL)
 
 
+def test_batch_invariance_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_triton_problem", lambda *arguments: "")
+    odd = replace(MODEL, vocab_size=MODEL.vocab_size + 1)
+    for machine, options, model, says in (
+        (CPU, {}, MODEL, "needs attention_backend triton, not torch"),
+        (LARGE_GPU, {"attention_backend": "torch"}, MODEL, "needs attention_backend triton"),
+        (LARGE_GPU, {"dtype": "float32"}, MODEL, "needs dtype bfloat16 or float16, not float32"),
+        (LARGE_GPU, {"tensor_parallel_size": 2}, MODEL, "not with tensor_parallel_size"),
+        (LARGE_GPU, {"max_num_batched_tokens": 1 << 20}, MODEL, "tokens are too many for qkv"),
+        (LARGE_GPU, {}, odd, r"lm_head is 151937 x 1024: both must be multiples of 16"),
+    ):
+        with pytest.raises(LoadError, match=rf"^batch_invariant: .*{says}"):
+            resolve(EngineConfig(batch_invariant=True, **options), machine, model)  # type: ignore[arg-type]
+    assert resolve(EngineConfig(batch_invariant=True), LARGE_GPU, MODEL).batch_invariant
+    assert not resolve(EngineConfig(), LARGE_GPU, MODEL).batch_invariant
+
+
 def test_detect() -> None:
     assert detect("cpu").device == torch.device("cpu")
     assert detect("cpu").total_memory_bytes > GIB // 2

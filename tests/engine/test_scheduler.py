@@ -1,6 +1,7 @@
 """The scheduler's rules, one at a time; B = 4 tokens a block throughout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from tests.toy_engine import Engine
@@ -275,6 +276,19 @@ def test_a_full_pool_preempts_the_last_admitted(in_flight: int) -> None:
     assert engine.finished[0].preemptions == 0
     assert engine.finished[2].preemptions > 0
     assert list(engine.finished) == [0, 1, 2]
+
+
+def test_batch_invariance_preempts_nobody_and_shares_prompts_alone(in_flight: int) -> None:
+    """A sequence waits until all that it and the running ones may need is free; what decoding wrote
+    is not found by a prompt that goes on from it."""
+    info = replace(toy_info(num_blocks=6, max_in_flight=in_flight), batch_invariant=True)
+    engine = Engine(info)
+    requests = [toy_request(key, [key] * 4, max_tokens=5 + 8 * (key == 2)) for key in range(4)]
+    assert engine.run(*requests) == [reference(request, info)[0] for request in requests]
+    assert all(record.preemptions == 0 for record in engine.finished.values())
+    follow_up = [*requests[3].token_ids, *engine.tokens[3], 7]
+    engine.run(toy_request(9, follow_up, max_tokens=2))
+    assert engine.finished[9].cached_tokens == 4
 
 
 def test_the_token_pending_at_preemption_is_sent_once() -> None:

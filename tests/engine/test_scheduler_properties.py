@@ -181,9 +181,15 @@ def test_random_traffic(first_seed: int) -> None:
     assert all(seen[event] >= 10 for event in rare), seen
 
 
-def run_traffic(seed: int) -> Counter[str]:
+def test_batch_invariant_traffic() -> None:
+    """Nobody is ever preempted, and everybody ends."""
+    for seed in range(SEEDS, SEEDS + 100):
+        run_traffic(seed, batch_invariant=True)
+
+
+def run_traffic(seed: int, *, batch_invariant: bool = False) -> Counter[str]:
     rng = random.Random(seed)
-    info = random_info(rng)
+    info = replace(random_info(rng), batch_invariant=batch_invariant)
     prefix_caching = rng.random() < 0.7
     traffic = Traffic(info, prefix_caching)
     requests = random_requests(rng, info)
@@ -212,6 +218,7 @@ def run_traffic(seed: int) -> Counter[str]:
     assert stats.requests_finished == len(requests)
     assert stats.generation_tokens == sum(map(len, traffic.tokens.values()))
     assert prefix_caching or stats.prefix_cache_hits == 0
+    assert not (batch_invariant and stats.num_preemptions)
     for request in requests:
         check_outcome(request, traffic, info)
         check_logprobs(request, traffic)

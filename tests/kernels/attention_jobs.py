@@ -15,6 +15,7 @@ from millstream.kernels import (
     qk_norm_rope_store,
     work_list,
 )
+from millstream.kernels.decode_configs import invariant_config
 from millstream.kernels.paged_prefill import PrefillConfig
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -23,24 +24,33 @@ HEADS = [(16, 8, 128), (40, 8, 128), (32, 4, 128), (9, 3, 64), (32, 8, 64)]
 
 def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     lists = {"TILE": 64, "BATCH_BLOCK": 256, "ITEM_BLOCK": 32}
-    arguments: tuple[Any, ...] = (I32, I64, I32, 5, 528, 322)
-    yield work_list._build_work_list_kernel, arguments, {"NUM_KV_HEADS": 8, **lists}
+    arguments: tuple[Any, ...] = (I32, I64, I32, 5, 528, 322, 322)
+    for cut in ({"FIXED_SHARE": 0, "MOST_PARTS": 1}, {"FIXED_SHARE": 512, "MOST_PARTS": 32}):
+        yield work_list._build_work_list_kernel, arguments, {"NUM_KV_HEADS": 8, **lists, **cut}
     for heads in HEADS:
         for block_size in (64, 16):
             for batch in (1, 64, 256):
                 yield decode_job(*heads, block_size, batch)
+            yield decode_job(*heads, block_size, 256, repeat=True)
             yield prefill_job(*heads, block_size, paged_prefill.choose_config(BF16))
     for num_tokens in (1, 256):
         yield store_job(num_tokens)
 
 
 def decode_job(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, batch: int
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    batch: int,
+    *,
+    repeat: bool = False,
 ) -> Any:
-    config = paged_decode.choose_config(batch, num_heads, num_kv_heads, head_dim, BF16)
+    shape = num_heads, num_kv_heads, head_dim, BF16
+    config = invariant_config(*shape) if repeat else paged_decode.choose_config(batch, *shape)
     group = num_heads // num_kv_heads
     heads = triton.next_power_of_2(group)
-    arguments = (BF16, BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, 64, 0.1)
+    arguments = (BF16, BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, 64, 0.1, 322)
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -52,6 +62,7 @@ def decode_job(
         "TAIL_APART": config.tail_apart,
         "COMBINE_HEADS": heads,
         "COMBINE_PARTS": paged_decode.combine_parts(config.num_warps, heads),
+        "REPEAT": repeat,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

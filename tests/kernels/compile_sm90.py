@@ -33,6 +33,7 @@ from millstream.kernels import (
     sample_shards,
     silu_mul,
 )
+from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear_configs import _MEASURED, Gemv
 
 _SHARED_BYTES = 227 * 1024
@@ -79,6 +80,9 @@ def jobs() -> Iterator[Job]:
             yield linear_job(rows, size, depth, config)
     for size, depth in ((34816, 5120), (5120, 17408)):
         yield linear_job(1, size, depth, Gemv(block_n=4))
+    for shape in ((6144, 1024), (1024, 2048), (151936, 1024), (34816, 5120), (48, 80)):
+        for rows in (1, 200, 4096):
+            yield linear_job(rows, *shape, invariant_tile(rows, *shape))
 
 
 def samplers() -> Iterator[Job]:
@@ -135,6 +139,9 @@ def compile_one(job: Job) -> tuple[int, int, int]:
     ptx = compiled.asm["ptx"]
     # torch rounds each of two products before it adds them; a fused multiply-add would not.
     assert kernel is not qk_norm_rope_store._qk_norm_rope_store_kernel or "fma.rn.bf16" not in ptx
+    if kernel is linear._tile_kernel and constants["BLOCK_M"] >= 64:
+        # Tiles of a batch-invariant product have one order of summation: that of this instruction.
+        assert f"n{min(constants['BLOCK_N'], 256)}k16" in ptx and "mma.sync" not in ptx
     architecture = "sm_90a" if "sm_90a" in ptx else "sm_90"
     ptxas = next(Path(triton.__file__).parent.rglob("ptxas"))
     with tempfile.TemporaryDirectory() as folder:

@@ -84,6 +84,9 @@ class EngineConfig:
         "model's shape has kernels, torch elsewhere",
         choices=ATTENTION_BACKENDS,
     )
+    batch_invariant: bool = _flag(
+        False, "a request's tokens are the same alone and in any batch, to the bit; slower"
+    )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     tensor_parallel_size: int = _number(
         1, 1, 1024, "ranks that share one model, each with a GPU, or on CPUs with some of the cores"

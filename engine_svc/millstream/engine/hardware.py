@@ -53,6 +53,7 @@ class ResolvedConfig:
     attention_backend: str  # triton or torch
     # Batch sizes that kernels are laid out for, ascending; the last is max_num_seqs.
     batch_sizes: tuple[int, ...]
+    batch_invariant: bool
     cuda_graphs: bool
 
     @property
@@ -100,16 +101,21 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> Res
     block_size = config.block_size or (64 if on_gpu else 16)
     attention_backend = _attention_backend(config, hardware, model, block_size)
     max_num_seqs = config.max_num_seqs or (1024 if large else 256)
+    max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 2048)
+    if config.batch_invariant:
+        most_tokens = max_num_batched_tokens + max_num_seqs  # of a step that fills up a graph
+        _check_invariant(config, attention_backend, dtype, model, most_tokens)
     return ResolvedConfig(
         device=hardware.device,
         dtype=getattr(torch, dtype),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if on_gpu else 2048),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
         max_in_flight=2 if on_gpu else 1,
         attention_backend=attention_backend,
         batch_sizes=tuple(batch_sizes(max_num_seqs)),
+        batch_invariant=config.batch_invariant,
         cuda_graphs=on_gpu
         and attention_backend == "triton"
         and not config.enforce_eager
@@ -142,6 +148,28 @@ def _triton_problem(hardware: Hardware, model: ModelConfig, block_size: int) -> 
     if hardware.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"triton has no compiler for {hardware.device}"
     return unsupported(model, block_size)
+
+
+def _check_invariant(
+    config: EngineConfig, backend: str, dtype: str, model: ModelConfig, max_tokens: int
+) -> None:
+    """Raises LoadError where a token's bits depend on the batch."""
+    if backend != "triton":
+        raise LoadError(
+            f"batch_invariant: needs attention_backend triton, not {backend}, whose libraries "
+            "may choose how they sum by the number of rows"
+        )
+    if config.tensor_parallel_size > 1:
+        raise LoadError(
+            "batch_invariant: not with tensor_parallel_size above 1: the order of sums over ranks "
+            "depends on the number of rows"
+        )
+    if dtype == "float32":
+        raise LoadError("batch_invariant: needs dtype bfloat16 or float16, not float32")
+    from millstream.engine.triton_ops import not_invariant
+
+    if problem := not_invariant(model, max_tokens):
+        raise LoadError(f"batch_invariant: {problem}")
 
 
 def num_kv_blocks(resolved: ResolvedConfig, *, kv_bytes: int, block_bytes: int) -> int:

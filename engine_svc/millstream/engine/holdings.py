@@ -2,6 +2,10 @@
 
 A sequence has both or neither. Blocks for all known tokens come with the slot; one more at a time
 while it decodes. Asking and taking are apart, as in the block pool.
+
+What decoding writes to the cache differs by rounding from what chunks write. Where bits count
+(RunnerInfo.batch_invariant) it is neither shared nor computed again: a sequence is taken when there
+is room for all that it and the others may come to need.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ class Holdings:
         self._free_slots = list(reversed(range(info.max_num_seqs)))
         # Kept free at admission, so that a newcomer is not preempted at once.
         self._spare_blocks = info.num_blocks // 100
+        self._batch_invariant = info.batch_invariant
+        self._blocks_to_come = 0  # at most, of all that hold a slot
 
     @property
     def num_slots_used(self) -> int:
@@ -47,11 +53,14 @@ class Holdings:
             cached = self.pool.match(sequence.block_names(0, (known - 1) // size, size))
         num_new = -(-known // size) - len(cached)
         spare = self._spare_blocks if self.num_slots_used else 0
+        if self._batch_invariant:
+            spare = self._blocks_to_come + sequence.most_blocks(size) - (-(-known // size))
         if not self.pool.can_allocate(num_new + spare, cached):
             return False
         sequence.slot = self._free_slots.pop()
         sequence.num_computed_tokens = len(cached) * size
         sequence.num_registered_blocks = len(cached)
+        self._blocks_to_come += sequence.most_blocks(size)
         self._give_blocks(sequence, self.pool.allocate(num_new, cached))
         return True
 
@@ -65,7 +74,8 @@ class Holdings:
         """Tells the prefix cache of full blocks whose tokens are known and computed: by a launched
         plan or an earlier chunk of this plan at the latest, so that what comes after may read."""
         size, first = self._block_size, sequence.num_registered_blocks
-        full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // size
+        shared = sequence.prompt_len if self._batch_invariant else len(sequence.token_ids)
+        full = min(sequence.num_computed_tokens, shared) // size
         if self.pool.prefix_caching and full > first:
             names = sequence.block_names(first, full, size)
             self.pool.register(sequence.block_ids[first:full], names)
@@ -75,6 +85,7 @@ class Holdings:
         """Takes slot and blocks from it. Plans in flight may still write to them; whatever plan
         uses them next runs after those."""
         self.register(sequence)
+        self._blocks_to_come -= sequence.most_blocks(self._block_size) - len(sequence.block_ids)
         self.pool.free(sequence.block_ids)
         self._free_slots.append(sequence.slot)
         sequence.block_ids = []
@@ -82,6 +93,7 @@ class Holdings:
 
     def _give_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
         sequence.block_ids += block_ids
+        self._blocks_to_come -= len(block_ids)
         backed = len(sequence.block_ids) * self._block_size
         sequence.compute_limit = min(backed, sequence.max_computed_tokens)
 
@@ -90,3 +102,6 @@ class Holdings:
         slots = [sequence.slot for sequence in running]
         assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "slots leak"
         self.pool.check_invariants([sequence.block_ids for sequence in running])
+        size = self._block_size
+        to_come = [sequence.most_blocks(size) - len(sequence.block_ids) for sequence in running]
+        assert sum(to_come) == self._blocks_to_come

@@ -115,6 +115,9 @@ class RunnerInfo:
     # False: the KV of equal prefixes may differ between prompts (dynamic RoPE), so no prefix cache.
     prefix_sharing: bool = True
     structured_output: bool = False  # whether it can follow grammars
+    # Whether a token's bits are the same in every batch. Decoding rounds otherwise than chunks do:
+    # what it wrote to the KV cache is then neither computed again in chunks nor shared.
+    batch_invariant: bool = False
 
 
 class Runner(Protocol):

@@ -130,6 +130,7 @@ class ModelRunner:
             block_size=resolved.block_size,
             num_blocks=num_blocks,
             max_in_flight=resolved.max_in_flight,
+            batch_invariant=resolved.batch_invariant,
             prefix_sharing=self._model_config.rope.type is not RopeType.DYNAMIC,
             structured_output=self._grammars is not None,
         )

@@ -105,6 +105,10 @@ class Sequence:
     def max_computed_tokens(self) -> int:
         return self.max_len - 1
 
+    def most_blocks(self, block_size: int) -> int:
+        """Blocks that it may come to need."""
+        return -(-self.max_computed_tokens // block_size)
+
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
         """What must not be sampled below min_position."""

@@ -78,6 +78,7 @@ def make_ops(resolved: ResolvedConfig, model_config: ModelConfig) -> Ops:
         max_model_len=resolved.max_model_len,
         dtype=resolved.dtype,
         device=resolved.device,
+        invariant=resolved.batch_invariant,
     )
 
 

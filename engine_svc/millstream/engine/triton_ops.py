@@ -21,9 +21,10 @@ from millstream.engine.rope import RotaryEmbedding
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
 from millstream.kernels.decode_state import DecodeInputs, advance_slots, read_slots
 from millstream.kernels.gemv import Norm
+from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Config, Gemv, choose
-from millstream.kernels.paged_decode import PagedDecode, supports
+from millstream.kernels.paged_decode import FixedCut, PagedDecode, supports
 from millstream.kernels.paged_prefill import paged_prefill
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 from millstream.kernels.sample import sample as gumbel_max
@@ -42,6 +43,24 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
     )
 
 
+def not_invariant(config: ModelConfig, max_tokens: int) -> str:
+    """Why a model's products of up to so many tokens have no tiles for any batch; "" if they do."""
+    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
+    weights = {
+        "qkv": (attended + 2 * config.num_kv_heads * config.head_dim, hidden),
+        "o": (hidden, attended),
+        "gate_up": (2 * config.intermediate_size, hidden),
+        "down": (hidden, config.intermediate_size),
+        "lm_head": (config.vocab_size, hidden),
+    }
+    for name, shape in weights.items():
+        if invariant_tile(1, *shape) is None:
+            return f"{name} is {shape[0]} x {shape[1]}: both must be multiples of 16"
+        if name != "lm_head" and invariant_tile(max_tokens, *shape) is None:
+            return f"{max_tokens} tokens are too many for {name}, which is {shape[0]} x {shape[1]}"
+    return ""
+
+
 class TritonOps:
     """An ops.Ops and its SlotOps; a decode kernel, with workspaces, for each of some batches."""
 
@@ -54,14 +73,17 @@ class TritonOps:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        invariant: bool = False,
     ) -> None:
-        """batch_sizes: ascending; a batch is served by the next larger one."""
+        """batch_sizes: ascending; a batch is served by the next larger one. invariant: a token's
+        values are the same bits in every batch (16-bit types; see not_invariant)."""
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         self._vocab_size = config.vocab_size
         self._batch_sizes = batch_sizes
         self._block_size, self._max_model_len = block_size, max_model_len
         self._dtype, self._device = dtype, device
+        self.invariant = invariant
         self._decodes: dict[int, PagedDecode] = {}
         self.workspace = Workspace.create(device)
 
@@ -111,7 +133,8 @@ class TritonOps:
         advance_slots(slots, token_ids, state.computed, state.last_tokens)
 
     def decode_for(self, num_sequences: int) -> PagedDecode:
-        size = next(size for size in self._batch_sizes if size >= num_sequences)
+        sizes = self._batch_sizes[-1:] if self.invariant else self._batch_sizes
+        size = next(size for size in sizes if size >= num_sequences)
         decode = self._decodes.get(size)
         if decode is None:
             decode = self._decodes[size] = PagedDecode(
@@ -123,8 +146,19 @@ class TritonOps:
                 self._max_model_len,
                 self._device,
                 dtype=self._dtype,
+                fixed=FixedCut() if self.invariant else None,
             )
         return decode
+
+    def config_for(self, x: Tensor, layer: Linear) -> Config | None:
+        """The configuration of a kernel for x; None: cuBLAS."""
+        if x.dtype is torch.float32 or not len(x):
+            return None
+        if self.invariant:
+            tile = invariant_tile(len(x), *layer.weight.shape)
+            assert tile is not None, "resolve refused what has none"
+            return tile
+        return choose(len(x), *layer.weight.shape) if layer.bias is None else None
 
 
 class TritonStepOps:
@@ -157,9 +191,9 @@ class TritonStepOps:
         return self._normed(stream, norm, layer, swiglu=True)
 
     def add_linear(self, x: Tensor, layer: Linear, residual: Tensor) -> Stream:
-        config = _kernel_for(x, layer)
-        if config is None:
-            return Stream(residual, layer(x))
+        config = self._ops.config_for(x, layer)
+        if config is None or layer.bias is not None:
+            return Stream(residual, self._product(x, layer, config))
         if isinstance(layer, RowParallelLinear):  # the residual is added once, to the sum
             part = linear(x, layer.weight, config, self._ops.workspace)
             return Stream(residual, layer.reduce(part))
@@ -167,7 +201,7 @@ class TritonStepOps:
 
     def _normed(self, stream: Stream, norm: RMSNorm, layer: Linear, *, swiglu: bool) -> Tensor:
         residual, pending = stream
-        config = _kernel_for(residual, layer)
+        config = self._ops.config_for(residual, layer)
         workspace = self._ops.workspace
         if pending is None and isinstance(config, Gemv) and residual.shape[1] <= config.block_k:
             within = Norm(weight=norm.weight, eps=norm.eps)
@@ -176,9 +210,17 @@ class TritonStepOps:
             x = rms_norm(residual, norm.weight, norm.eps)
         else:
             x = add_rms_norm(pending, residual, norm.weight, norm.eps)
-        if config is not None:
+        if config is not None and layer.bias is None:
             return linear(x, layer.weight, config, workspace, swiglu=swiglu)
-        return silu_mul(layer(x)) if swiglu else cast(Tensor, layer(x))
+        product = self._product(x, layer, config)
+        return silu_mul(product) if swiglu else product
+
+    def _product(self, x: Tensor, layer: Linear, config: Config | None) -> Tensor:
+        """A layer's output, with its bias."""
+        if config is None:
+            return cast(Tensor, layer(x))
+        bias = None if layer.bias is None else layer.bias.expand(len(x), -1)
+        return linear(x, layer.weight, config, self._ops.workspace, residual=bias)
 
     def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
         keys, values = self._caches[layer]
@@ -196,6 +238,7 @@ class TritonStepOps:
             values,
             num_heads=self._ops.num_heads,
             num_kv_heads=self._ops.num_kv_heads,
+            invariant=self._ops.invariant,
         )
         if self._decode is None:
             attended = self._prefill(query, keys, values)
@@ -222,10 +265,3 @@ class TritonStepOps:
             batch.context_lens[:num_chunks],
             out=out,
         )
-
-
-def _kernel_for(x: Tensor, layer: Linear) -> Config | None:
-    """The configuration of a kernel for few rows; None: cuBLAS."""
-    if layer.bias is not None or x.dtype is torch.float32 or not len(x):
-        return None
-    return choose(len(x), *layer.weight.shape)

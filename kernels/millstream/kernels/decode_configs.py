@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,14 @@ def choose_config(
         # A few sequences are cut into as many items as run at once: more cost but combining.
         items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 4,
     )
+
+
+def invariant_config(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> DecodeConfig:
+    """One configuration for all batches: that of large ones, for a program that repeats."""
+    config = choose_config(_MANY_SEQUENCES + 1, num_heads, num_kv_heads, head_dim, dtype)
+    return replace(config, max_registers=None)  # 128 would spill
 
 
 def _few_queries_a_head(batch: int) -> DecodeConfig:

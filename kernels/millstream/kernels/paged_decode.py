@@ -15,17 +15,24 @@ import torch
 import triton
 
 from millstream.kernels import pdl
-from millstream.kernels.decode_configs import DecodeConfig, choose_config, supports
+from millstream.kernels.decode_configs import (
+    DecodeConfig,
+    choose_config,
+    invariant_config,
+    supports,
+)
 from millstream.kernels.paged_decode_kernel import paged_decode_kernel
-from millstream.kernels.work_list import WorkList
+from millstream.kernels.work_list import FixedCut, WorkList
 
-__all__ = ["DecodeConfig", "PagedDecode", "choose_config", "combine_parts", "supports"]
+__all__ = ["DecodeConfig", "FixedCut", "PagedDecode", "choose_config", "combine_parts", "supports"]
 
 
 class PagedDecode:
     """Decode attention of up to max_batch sequences: workspaces, grid and configuration.
 
     Made once for each batch size that a CUDA graph is captured for; one stream at a time uses it.
+    With a FixedCut one of the largest size serves all: a sequence's result is then the same bits
+    whatever the batch is.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class PagedDecode:
         *,
         dtype: torch.dtype = torch.bfloat16,
         config: DecodeConfig | None = None,
+        fixed: FixedCut | None = None,
     ) -> None:
         """Raises ValueError for shapes that the kernel does not have (see `supports`)."""
         if not supports(num_heads, num_kv_heads, head_dim, block_size):
@@ -47,7 +55,10 @@ class PagedDecode:
                 f"no decode kernel for {num_heads} heads on {num_kv_heads}, head_dim {head_dim}, "
                 f"blocks of {block_size}"
             )
-        self.config = config or choose_config(max_batch, num_heads, num_kv_heads, head_dim, dtype)
+        shape = num_heads, num_kv_heads, head_dim, dtype
+        if config is None:
+            config = choose_config(max_batch, *shape) if fixed is None else invariant_config(*shape)
+        self.config = config
         self.work = WorkList(
             max_batch=max_batch,
             num_kv_heads=num_kv_heads,
@@ -55,7 +66,9 @@ class PagedDecode:
             tile=self.config.tile,
             max_context=max_context,
             device=device,
+            fixed=fixed,
         )
+        self._repeat = fixed is not None
         self._query_shape = (num_heads, head_dim)
         self._cache_shape = (block_size, num_kv_heads, head_dim)
         self._dtype = dtype
@@ -105,7 +118,7 @@ class PagedDecode:
         group = num_heads // num_kv_heads
         combine_heads = triton.next_power_of_2(group)
         options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-        paged_decode_kernel[(self.work.capacity * num_kv_heads,)](
+        paged_decode_kernel[(self.work.programs_for(self._batch) * num_kv_heads,)](
             query,
             key_cache,
             value_cache,
@@ -118,6 +131,7 @@ class PagedDecode:
             self._total,
             tables.stride(0),
             head_dim**-0.5 * math.log2(math.e),
+            self.work.capacity,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -128,6 +142,7 @@ class PagedDecode:
             TAIL_APART=config.tail_apart,
             COMBINE_HEADS=combine_heads,
             COMBINE_PARTS=combine_parts(config.num_warps, combine_heads),
+            REPEAT=self._repeat,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **options,

@@ -113,18 +113,40 @@ def _combine(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def paged_decode_kernel(
+def _load_item(
+    items_ptr: tl.tensor, item: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Row, slot, start, end, count, first, part; see work_list."""
+    fields = items_ptr + item * FIELDS
+    row = tl.load(fields + ROW, cache_modifier=".cg")
+    slot = tl.load(fields + SLOT, cache_modifier=".cg")
+    start = tl.load(fields + START, cache_modifier=".cg")
+    end = tl.load(fields + END, cache_modifier=".cg")
+    count = tl.load(fields + COUNT, cache_modifier=".cg")
+    first = tl.load(fields + FIRST, cache_modifier=".cg")
+    part = tl.load(fields + PART, cache_modifier=".cg")
+    return row, slot, start, end, count, first, part
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_item(
     query_ptr: tl.tensor,
     key_cache_ptr: tl.tensor,
     value_cache_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    block_tables_ptr: tl.tensor,
-    items_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    next_ids: tl.tensor,
     arrivals_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     maximum_ptr: tl.tensor,
     total_ptr: tl.tensor,
-    table_stride: tl.tensor,
+    kv_head: tl.tensor,
+    row: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    count: tl.tensor,
+    first: tl.tensor,
+    part: tl.tensor,
     scale: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -136,28 +158,8 @@ def paged_decode_kernel(
     TAIL_APART: tl.constexpr,
     COMBINE_HEADS: tl.constexpr,
     COMBINE_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    """One program for each (item, KV head); `scale` turns scores into powers of two."""
-    launch_dependents(PDL)
-    # Before the wait: the list and the block tables, complete since begin_step (see work_list).
-    item = tl.program_id(0) // NUM_KV_HEADS
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    fields = items_ptr + item * FIELDS
-    row = tl.load(fields + ROW, cache_modifier=".cg")
-    slot = tl.load(fields + SLOT, cache_modifier=".cg")
-    start = tl.load(fields + START, cache_modifier=".cg")
-    end = tl.load(fields + END, cache_modifier=".cg")
-    count = tl.load(fields + COUNT, cache_modifier=".cg")
-    first = tl.load(fields + FIRST, cache_modifier=".cg")
-    part = tl.load(fields + PART, cache_modifier=".cg")
-    if row < 0:
-        wait(PDL)
-        return
-    table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
-    next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
-    wait(PDL)
-
+    """An item for one KV head: writes the output, or a partial result. next_ids: of its start."""
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     HEADS: tl.constexpr = 16  # of which GROUP are the group's, the others 0
     TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -217,3 +219,72 @@ def paged_decode_kernel(
                 out_ptr, first, count,
                 NUM_HEADS, GROUP, HEAD_DIM, COMBINE_HEADS, COMBINE_PARTS,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["capacity"])  # type: ignore[untyped-decorator]
+def paged_decode_kernel(
+    query_ptr: tl.tensor,
+    key_cache_ptr: tl.tensor,
+    value_cache_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    items_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    maximum_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    capacity: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    TOKENS_ARE_ROWS: tl.constexpr,
+    TAIL_APART: tl.constexpr,
+    COMBINE_HEADS: tl.constexpr,
+    COMBINE_PARTS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program for each (item, KV head); `scale` turns scores into powers of two.
+
+    REPEAT: fewer programs than items; those of a KV head take the items in turn.
+    """
+    launch_dependents(PDL)
+    item = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    if REPEAT:
+        wait(PDL)
+        step = tl.num_programs(0) // NUM_KV_HEADS
+        while item < capacity:
+            row, slot, start, end, count, first, part = _load_item(items_ptr, item)
+            item = tl.where(row < 0, capacity, item + step)  # behind the list's end: no more
+            if row >= 0:
+                table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
+                next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
+                _attend_item(
+                    query_ptr, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr, next_ids,
+                    arrivals_ptr, partial_ptr, maximum_ptr, total_ptr, kv_head, row, start, end,
+                    count, first, part, scale,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK, TILE, NUM_STAGES, TOKENS_ARE_ROWS,
+                    TAIL_APART, COMBINE_HEADS, COMBINE_PARTS,
+                )  # fmt: skip
+    else:
+        # Before the wait: the list and the block tables, complete since begin_step (work_list).
+        row, slot, start, end, count, first, part = _load_item(items_ptr, item)
+        if row < 0:
+            wait(PDL)
+            return
+        table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
+        next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
+        wait(PDL)
+        _attend_item(
+            query_ptr, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr, next_ids, arrivals_ptr,
+            partial_ptr, maximum_ptr, total_ptr, kv_head, row, start, end, count, first, part,
+            scale,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK, TILE, NUM_STAGES, TOKENS_ARE_ROWS, TAIL_APART,
+            COMBINE_HEADS, COMBINE_PARTS,
+        )  # fmt: skip

@@ -128,6 +128,7 @@ def qk_norm_rope_store(
     *,
     num_heads: int,
     num_kv_heads: int,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Returns the rotated query [T, Hq, D] and stores the rotated key and the value.
 
@@ -140,6 +141,7 @@ def qk_norm_rope_store(
         positions: [T] int64 or int32, inside the table.
         kv_indices: [T] int64 or int32, block * block_size + offset; negative: nothing is stored.
         key_cache, value_cache: [blocks, block_size, Hkv, D] of one layer, contiguous.
+        invariant: a token's result is the same bits however many tokens there are.
 
     All floating-point tensors have one dtype and device; raises ValueError otherwise. Mutates the
     two caches.
@@ -152,7 +154,7 @@ def qk_norm_rope_store(
         return query
     all_heads = num_heads + 2 * num_kv_heads
     half_block = triton.next_power_of_2(head_dim // 2)
-    heads, num_warps = heads_and_warps(num_tokens, half_block)
+    heads, num_warps = heads_and_warps(_FEW_TOKENS + 1 if invariant else num_tokens, half_block)
     _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
         qkv,
         q_weight if q_weight is not None else qkv,
@@ -182,7 +184,8 @@ def qk_norm_rope_store(
 
 
 def heads_and_warps(num_tokens: int, half_block: int) -> tuple[int, int]:
-    """Heads of a program, and its warps: a thread holds 8 elements of each half."""
+    """Heads of a program, and its warps: a thread holds 8 elements of each half. With both the
+    order changes in which a head's squares are summed."""
     heads = _FEW_HEADS if num_tokens <= _FEW_TOKENS else _MANY_HEADS
     return heads, max(1, min(4, heads * half_block // 256))
 

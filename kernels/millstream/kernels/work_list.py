@@ -8,9 +8,14 @@ A sequence is cut into whole shares and a rest. Multiprocessors take items in th
 with several shares for each program that runs at once, the rests fill the gaps at the end, whatever
 the number of sequences. All layers of a step read the same list. Its size is bounded by the number
 of sequences and programs, not by lengths, so that a CUDA graph's grid serves any lengths.
+
+How a sequence is cut decides how its attention is rounded. With a FixedCut each is cut by its own
+length alone, whatever the others are.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,8 +31,16 @@ ROW, SLOT, START, END, COUNT, FIRST, PART, FIELDS = (tl.constexpr(i) for i in ra
 _MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernel
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedCut:
+    """Shares of `share` tokens, of more where a sequence would have more than `most_parts`."""
+
+    share: int = 512  # whole tiles
+    most_parts: int = 32
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["batch", "num_programs", "capacity"],
+    do_not_specialize=["batch", "num_programs", "capacity", "num_marked"],
     # They may be slices: the kernel is not to be compiled again for an odd offset.
     do_not_specialize_on_alignment=["context_lens_ptr", "slots_ptr"],
 )
@@ -38,26 +51,37 @@ def _build_work_list_kernel(
     batch: tl.tensor,
     num_programs: tl.tensor,
     capacity: tl.tensor,
+    num_marked: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
+    FIXED_SHARE: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
     ITEM_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program for each sequence: each counts all sequences' items, and writes its own."""
+    """One program for each sequence: each counts all sequences' items, and writes its own.
+
+    FIXED_SHARE 0: shares of all sequences' tokens. So many unused entries behind the list are
+    marked as attention may look at.
+    """
     wait(PDL)
     row = tl.program_id(0)
     rows = tl.arange(0, BATCH_BLOCK)
     lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
-    share = tl.cdiv(tl.sum(lens, axis=0) * NUM_KV_HEADS, num_programs)
-    share = tl.maximum(tl.cdiv(share, TILE), 1) * TILE
-    wholes = tl.maximum(tl.cdiv(lens, share) - 1, 0)
-    rests = lens - wholes * share  # 0 of a sequence of no tokens (padding): its output is zeros
+    if FIXED_SHARE > 0:
+        shares = tl.maximum(tl.cdiv(tl.cdiv(lens, MOST_PARTS), TILE) * TILE, FIXED_SHARE)
+    else:
+        even = tl.cdiv(tl.sum(lens, axis=0) * NUM_KV_HEADS, num_programs)
+        shares = lens * 0 + tl.maximum(tl.cdiv(even, TILE), 1) * TILE
+    wholes = tl.maximum(tl.cdiv(lens, shares) - 1, 0)
+    rests = lens - wholes * shares  # 0 of a sequence of no tokens (padding): its output is zeros
 
     before, mine = rows < row, rows == row
     num_wholes = tl.sum(wholes, axis=0)
     my_wholes = tl.sum(tl.where(mine, wholes, 0), axis=0)
     my_rest = tl.sum(tl.where(mine, rests, 0), axis=0)
+    share = tl.sum(tl.where(mine, shares, 0), axis=0)
     wholes_before = tl.sum(tl.where(before, wholes, 0), axis=0)
     longer = (rows < batch) & ((rests > my_rest) | ((rests == my_rest) & before))
     rest_at = num_wholes + tl.sum(longer.to(tl.int32), axis=0)
@@ -77,9 +101,11 @@ def _build_work_list_kernel(
         tl.store(item + FIRST, part * 0 + first, mask=inside)
         tl.store(item + PART, first + part, mask=inside)
     if row == 0:
-        for begin in range(num_wholes + batch, capacity, ITEM_BLOCK):
+        num_items = num_wholes + batch
+        marked_end = tl.minimum(num_items + num_marked, capacity)
+        for begin in range(num_items, marked_end, ITEM_BLOCK):
             unused = begin + tl.arange(0, ITEM_BLOCK)
-            tl.store(items_ptr + unused * FIELDS + ROW, unused * 0 - 1, mask=unused < capacity)
+            tl.store(items_ptr + unused * FIELDS + ROW, unused * 0 - 1, mask=unused < marked_end)
     if PDL:
         # Attention reads its item before its own wait. That is right since no kernel starts before
         # all programs here have stored, and their stores are visible.
@@ -102,17 +128,38 @@ class WorkList:
         tile: int,
         max_context: int,
         device: torch.device,
+        fixed: FixedCut | None = None,
     ) -> None:
+        """Raises ValueError if fixed shares are not whole tiles."""
+        if fixed is not None and fixed.share % tile:
+            raise ValueError(f"shares of {fixed.share} tokens, tiles of {tile}")
         self.max_batch = max_batch
         self._num_kv_heads = num_kv_heads
         self._num_programs = num_programs
         self._tile = tile
-        # Whole shares are no more than the programs, counting heads: an item is as many programs as
-        # there are KV heads. And each sequence has a rest.
-        longest_parts = triton.cdiv(max_context, tile)
-        spare = min(triton.cdiv(num_programs, num_kv_heads), max_batch * (longest_parts - 1))
-        self.capacity = max_batch + spare
+        self._fixed = fixed
+        self.capacity = max_batch * self._most_parts(max_context)
+        if fixed is None:
+            # Whole shares are no more than the programs, counting heads: an item is as many
+            # programs as there are KV heads. And each sequence has a rest.
+            wholes = triton.cdiv(num_programs, num_kv_heads)
+            self.capacity = min(self.capacity, max_batch + wholes)
         self.items = torch.full((self.capacity, FIELDS.value), -1, dtype=torch.int32, device=device)
+
+    def _most_parts(self, max_context: int) -> int:
+        """Of one sequence."""
+        share = self._tile if self._fixed is None else self._fixed.share
+        parts: int = max(triton.cdiv(max_context, share), 1)
+        return parts if self._fixed is None else min(parts, self._fixed.most_parts)
+
+    def programs_for(self, batch: int) -> int:
+        """Programs a KV head that go through the items of `batch` sequences: as many as there can
+        be items, but where fixed shares may be many, each takes every so manyth item."""
+        if self._fixed is None:
+            return self.capacity
+        items = batch * (self.capacity // self.max_batch)
+        enough: int = triton.cdiv(self._num_programs, self._num_kv_heads)
+        return min(items, max(2 * batch, enough))
 
     def build(self, slots: torch.Tensor, context_lens: torch.Tensor) -> None:
         """slots: [B] int32 or int64; context_lens: [B] int32, contiguous. Raises ValueError."""
@@ -123,6 +170,7 @@ class WorkList:
             raise ValueError(f"lengths are {context_lens.dtype}, slots {slots.dtype}")
         if not slots.is_contiguous() or not context_lens.is_contiguous():
             raise ValueError("slots and context_lens must be contiguous")
+        fixed = self._fixed
         _build_work_list_kernel[(batch,)](
             context_lens,
             slots,
@@ -130,8 +178,11 @@ class WorkList:
             batch,
             self._num_programs,
             self.capacity,
+            self.programs_for(batch),
             NUM_KV_HEADS=self._num_kv_heads,
             TILE=self._tile,
+            FIXED_SHARE=0 if fixed is None else fixed.share,
+            MOST_PARTS=1 if fixed is None else fixed.most_parts,
             BATCH_BLOCK=max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
             ITEM_BLOCK=32,
             num_warps=4,
