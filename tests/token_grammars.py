@@ -3,8 +3,10 @@ LAST, in this order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from millstream.engine.request import GrammarSpec
-from millstream.engine.token_masks import Words
+from millstream.engine.token_masks import Grammar, Words
 
 
 class Counting:
@@ -29,3 +31,6 @@ class CountingGrammars:
     def start(self, spec: GrammarSpec) -> Counting:
         first, last = map(int, spec.text.split())
         return Counting(first, last)
+
+    def fill_ahead(self, grammars: Sequence[Grammar]) -> None:
+        pass

@@ -28,7 +28,7 @@ from tests.tiny_tokenizers import (
 
 from millstream.engine import grammar_checker
 from millstream.engine.compiled_grammars import CompiledGrammars
-from millstream.engine.grammar import GrammarState, compile_grammar, load_vocabulary
+from millstream.engine.grammar import GrammarState, ParallelFill, compile_grammar, load_vocabulary
 from millstream.engine.grammar_checker import GrammarChecker
 from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.request import GrammarKind, GrammarSpec
@@ -171,6 +171,26 @@ def test_walks_are_independent(vocabulary: Any) -> None:
     accept_text(first, "aab")
     assert allowed(second) == set(byte_ids("a"))
     assert allowed(first) == set(EOS)
+
+
+def test_rows_filled_together_are_those_filled_alone(vocabulary: Any) -> None:
+    compiled = [compile_grammar(vocabulary, spec("regex", f"[a-{end}]{{3}}")) for end in "bcdefg"]
+    states, alone = ([each.start() for each in compiled] for _ in range(2))
+    fill = ParallelFill(2)
+    for step in range(3):
+        fill.fill_ahead(states)
+        for state, single in zip(states, alone, strict=True):
+            assert allowed(state) == allowed(single)
+            token_id = min(allowed(single))
+            state.accept(token_id)
+            single.accept(token_id)
+            assert allowed(state) == allowed(single), f"what was filled ahead is old, step {step}"
+    with pytest.raises(GrammarError):
+        states[0].accept(byte_ids("z")[0])
+    fill.fill_ahead(states)
+    with pytest.raises(GrammarError):
+        allowed(states[0])
+    assert allowed(states[1]) == set(EOS)
 
 
 def test_a_token_that_is_not_allowed_is_an_error(vocabulary: Any) -> None:

@@ -9,6 +9,7 @@ while its request waited is compiled again, which has gone well before.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import OrderedDict
@@ -24,17 +25,21 @@ from millstream.engine.grammar import (
     CompiledGrammar,
     GrammarState,
     MaskRow,
+    ParallelFill,
     compile_grammar,
     load_vocabulary,
 )
 from millstream.engine.grammar_checker import GrammarChecker
 from millstream.engine.grammar_errors import GrammarError
 from millstream.engine.request import GrammarSpec
+from millstream.engine.token_masks import Grammar
 
 Result = TypeVar("Result")
 
 _NUM_WORKERS = 2  # what takes long holds up one of them
 _MAX_KEPT = 128
+_NUM_FILLERS = min(8, os.cpu_count() or 1)
+_FEWEST_TOGETHER = 8  # a row takes about 40 us, and a call of the threads about as much
 _STACK_BYTES = 16 << 20  # of a worker: more than the checker's
 
 
@@ -54,6 +59,7 @@ class CompiledGrammars:
         self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[CompiledGrammar]] | None]
         self._jobs = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
+        self._fill: ParallelFill | None = None
 
         load = partial(load_vocabulary, tokenizer_file, vocab_size, eos_token_ids)
         _start_thread(partial(_settle, self._vocabulary, load), "vocabulary")
@@ -83,6 +89,14 @@ class CompiledGrammars:
             return outcome.result().start()
         except GrammarError as error:
             return Unstartable(error)
+
+    def fill_ahead(self, grammars: Sequence[Grammar]) -> None:
+        """Many rows are filled at once; a few are not worth the threads."""
+        states = [each for each in grammars if isinstance(each, GrammarState)]
+        if len(states) >= _FEWEST_TOGETHER and _NUM_FILLERS > 1:
+            if self._fill is None:
+                self._fill = ParallelFill(_NUM_FILLERS)
+            self._fill.fill_ahead(states)
 
     def close(self) -> None:
         """Ends threads and processes, in a moment. Nothing may be prepared afterwards."""

@@ -17,7 +17,7 @@ from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from millstream.engine.grammar_errors import GrammarError, VocabularyError
@@ -55,7 +55,7 @@ class CompiledGrammar:
 
     def start(self) -> GrammarState:
         """A walk from the beginning, independent of others. Any thread may call this."""
-        return GrammarState(self._matcher.deep_copy(), self._eos_token_ids)
+        return GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self.mask_words)
 
 
 def compile_grammar(vocabulary: LLTokenizer, spec: GrammarSpec) -> CompiledGrammar:
@@ -82,17 +82,22 @@ def _try_first_token(compiled: CompiledGrammar) -> None:
 class GrammarState:
     """Where one request stands in its grammar (token_masks.Grammar). One thread only may use it."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_words: int) -> None:
         self._matcher = matcher
+        self._mask_words = mask_words
         self._eos_token_ids = eos_token_ids
         self.is_done = False  # the text has ended: nothing follows
+        self._filled: MaskRow | None = None  # ahead, by fill_ahead()
 
     def fill(self, row: MaskRow) -> None:
         """Overwrites the row with what may come next: EOS ids wherever the text may end, and they
         alone once it must. Never leaves it empty. Raises GrammarError where a limit of the library
         is hit."""
-        assert row.flags.c_contiguous, "the library writes to memory"
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._filled is not None:
+            row[:] = self._filled
+        else:
+            assert row.flags.c_contiguous, "the library writes to memory"
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         # After an error the library would allow EOS, as if the text were complete.
         _raise_error(self._matcher)
         if not row.any():
@@ -100,10 +105,28 @@ class GrammarState:
 
     def accept(self, token_id: int) -> None:
         """Steps over a token. Raises GrammarError if fill() did not allow it."""
+        self._filled = None
         if not self._matcher.consume_token(token_id):
             _raise_error(self._matcher)
             raise GrammarError(f"the grammar does not allow the token {token_id}")
         self.is_done = token_id in self._eos_token_ids
+
+
+class ParallelFill:
+    """Fills many rows at once, on threads of the library."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = LLExecutor(num_threads)
+
+    def fill_ahead(self, states: Sequence[GrammarState]) -> None:
+        """Has the next fill() of each state, at least one of one vocabulary, find its row."""
+        rows: MaskRow = np.empty((len(states), states[0]._mask_words), dtype=np.int32)
+        matchers = [(state._matcher, index) for index, state in enumerate(states)]
+        self._executor.unsafe_compute_mask_ptr(
+            matchers, rows.ctypes.data, rows.strides[0], len(states)
+        )
+        for state, row in zip(states, rows, strict=True):
+            state._filled = row
 
 
 def _raise_error(matcher: LLMatcher) -> None:

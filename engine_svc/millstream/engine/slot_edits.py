@@ -136,6 +136,10 @@ class SlotEdits:
 
     def _changed_masks(self, batch: _Batch, positions: Ints) -> list[tuple[int, Words]]:
         """By slot."""
+        if self._grammars is not None:
+            self._grammars.fill_ahead(
+                [mask.grammar for mask in batch.masks.values() if mask.grammar is not None]
+            )
         changed = []
         for row, mask in batch.masks.items():
             slot, mask_row = batch.slots[row], mask.row(positions[row])

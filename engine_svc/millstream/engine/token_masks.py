@@ -8,7 +8,7 @@ id does not count for that token.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +41,9 @@ class Grammars(Protocol):
 
     def start(self, spec: GrammarSpec) -> Grammar:
         """A grammar at its beginning; one that cannot start says so when it is used."""
+
+    def fill_ahead(self, grammars: Sequence[Grammar]) -> None:
+        """Tells that `fill` is about to be called on each: what it takes may be done together."""
 
 
 def num_words(vocab_size: int) -> int:
@@ -106,6 +109,11 @@ class SlotMask:
         self.problem = str(error) or "its grammar cannot be followed"
         self._grammar = None
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """What `row` will ask, if it will."""
+        return self._grammar if self._grammar and not self._grammar.is_done else None
+
     def narrows(self, position: int) -> bool:
         """Whether some id may not be sampled as the token at `position` (in prompt + output), or at
         a later one."""
@@ -117,7 +125,7 @@ class SlotMask:
         changed since. All tokens before are accepted, if it follows them."""
         early = position < self._min_position
         bad = (*self._never, *self._completions())
-        grammar = self._grammar if self._grammar and not self._grammar.is_done else None
+        grammar = self.grammar
         if grammar is None and self._key == (early, bad):
             return self._row
         row = self._all
