@@ -64,12 +64,12 @@ def apply_mask(
     """Sets what rows `masks` [M] of a table [., words] int32 do not allow (token_masks.py) to -inf
     in rows [M] of the logits [R, V]."""
     vocab_size = logits.shape[1]
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    bits = 1 << torch.arange(32, dtype=torch.int32, device=logits.device)
     for piece in _pieces(len(rows), vocab_size):
         words = table[masks[piece]]
-        allowed = (words[:, :, None] >> bits & 1).flatten(1)[:, :vocab_size].bool()
+        banned = ((words[:, :, None] & bits) == 0).flatten(1)[:, :vocab_size]
         picked = logits[rows[piece]]
-        logits[rows[piece]] = picked.masked_fill_(~allowed, -torch.inf)
+        logits[rows[piece]] = picked.masked_fill_(banned, -torch.inf)
 
 
 def _pieces(num_rows: int, vocab_size: int) -> Iterator[slice]:
