@@ -11,11 +11,9 @@ import difflib
 import itertools
 import numbers
 import secrets
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from tqdm.auto import tqdm
@@ -25,6 +23,7 @@ from millstream.engine.core import EngineCore
 from millstream.engine.generation_config import sampling_defaults
 from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.grammar_validation import refusal_of
+from millstream.engine.interrupts import uninterrupted
 from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.records import FinishedRecord, Stats
@@ -121,7 +120,7 @@ class LLM:
                     progress.update(len(finished))
         except BaseException:  # Ctrl-C too: the next call finds an idle engine
             # Suppressed because a broken engine's second fault would hide the first.
-            with contextlib.suppress(Exception), _uninterrupted():
+            with contextlib.suppress(Exception), uninterrupted():
                 self._cancel_all()
             raise
         return [
@@ -200,13 +199,13 @@ class LLM:
             raise refusal_of(spec, str(error), has_vocabulary=has_vocabulary) from None
 
     def _submit(self, requests: list[Request]) -> None:
-        with _uninterrupted():
+        with uninterrupted():
             for request in requests:
                 self._outputs[request.key] = _Generated()
                 self._core.submit(request)
 
     def _step(self) -> tuple[list[tuple[FinishedRecord, _Generated]], int]:
-        with _uninterrupted():
+        with uninterrupted():
             record = self._core.step()
             outputs = self._outputs
             for key, token_id in zip(record.keys, record.token_ids, strict=True):
@@ -280,24 +279,6 @@ def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"LLM() has no option {name!r}{hint}")
     return EngineConfig(model=model, **options)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A Ctrl-C inside counts at the end: half a step would leave scheduler and runner at odds."""
-    handler = signal.getsignal(signal.SIGINT)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not (in_main_thread and callable(handler)):  # then no exception comes of it here
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
