@@ -131,7 +131,7 @@ def sums_rank(ranks: int, rank: int, store: Any) -> None:
         symm, name = torch.ops.symm_mem, group._name
         for num_bytes in SIZES:
             x = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
-            buffer = group._buffers[torch.bfloat16][: x.numel()]
+            buffer = group._sums[torch.bfloat16][: x.numel()]
             ways: dict[str, Any] = {
                 "engine": lambda x=x: group.all_reduce(x),
                 "nccl": lambda x=x: dist.all_reduce(x),

@@ -104,6 +104,15 @@ def test_a_norm_at_the_size_of_real_models(device: str, size: int, depth: int) -
         assert (got - expected).norm() / expected.norm() < 0.003
 
 
+def test_a_depth_that_ranks_share(device: str) -> None:
+    """Half of 5120 is no multiple of what a program usually takes at a time."""
+    x, weight, residual = tensors(1, 64, 2560, device)
+    config, workspace = choose(1, 64, 2560), Workspace.create(torch.device(device))
+    assert config is not None
+    for epilogue in ("plain", "residual", "swiglu"):
+        check(x, weight, residual, config, epilogue, workspace)
+
+
 def test_rows_that_lie_apart(device: str) -> None:
     x, weight, residual = tensors(18, 64, 256, device, torch.float16)
     workspace = Workspace.create(torch.device(device))
@@ -193,6 +202,7 @@ def test_choose(device: str) -> None:
     assert choose(300, 4096, 1024) is None  # cuBLAS
     assert choose(1, 34816, 5120) is not None and choose(2, 34816, 5120) is None
     assert choose(1, 576, 576) is None
+    assert choose(1, 5120, 2560) == choose(1, 5120, 8704) == Gemv(block_n=4, block_k=512)
     for (size, depth), configs in _MEASURED.items():
         assert all(fits(config, most, size, depth) for most, config in configs)
 

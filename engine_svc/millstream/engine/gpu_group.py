@@ -53,7 +53,9 @@ class GpuGroup:
         group = dist.group.WORLD
         assert group is not None
         self._name = group.group_name
-        self._buffers = _symmetric_buffers(device, group)
+        # Two pieces: a sum may still lie in the one while little is gathered through the other.
+        self._sums = _symmetric_memory(_TWO_SHOT_BYTES, device, group)
+        self._gathers = _symmetric_memory(self._one_shot_bytes, device, group)[torch.float32]
         # Communicators and kernels are made now: none may be while a graph is captured.
         for dtype in _SYMMETRIC_DTYPES:
             for num_bytes in (self._one_shot_bytes, 2 * self._one_shot_bytes, 2 * _TWO_SHOT_BYTES):
@@ -68,7 +70,7 @@ class GpuGroup:
         if not self._is_symmetric(x):
             dist.all_reduce(x)
             return x
-        buffer = self._buffers[x.dtype][: x.numel()].view(x.shape)
+        buffer = self._sums[x.dtype][: x.numel()].view(x.shape)
         if num_bytes <= self._one_shot_bytes:
             return _one_shot(buffer, x, self._name)
         return _two_shot(buffer.copy_(x), self._name)
@@ -79,7 +81,7 @@ class GpuGroup:
         if x.dtype is torch.float32 and x.nbytes * self.size <= self._one_shot_bytes:
             parts = x.new_zeros(shape)
             parts[self.rank] = x
-            buffer = self._buffers[torch.float32][: parts.numel()].view(shape)
+            buffer = self._gathers[: parts.numel()].view(shape)
             return _one_shot(buffer, parts, self._name)
         gathered = x.new_empty(shape)
         dist.all_gather_into_tensor(gathered.view(-1), x.reshape(-1))
@@ -93,7 +95,7 @@ class GpuGroup:
         x = token_ids.float()
         if self.rank > 0:
             x.zero_()
-        buffer = self._buffers[torch.float32][: x.numel()].view(x.shape)
+        buffer = self._gathers[: x.numel()].view(x.shape)
         return _one_shot(buffer, x, self._name).long()
 
     def smallest(self, value: int) -> int:
@@ -105,12 +107,14 @@ class GpuGroup:
         return x.nbytes <= self._one_shot_bytes or x.nbytes % (_ALIGNMENT * self.size) == 0
 
 
-def _symmetric_buffers(device: torch.device, group: dist.ProcessGroup) -> dict[torch.dtype, Tensor]:
-    """One piece of memory that all ranks reach, as each of the dtypes. Where an operation's result
-    is left in it (two shots), whoever uses it does so before the next operation on the stream."""
+def _symmetric_memory(
+    num_bytes: int, device: torch.device, group: dist.ProcessGroup
+) -> dict[torch.dtype, Tensor]:
+    """Memory that all ranks reach, as each of the dtypes. Where a result is left in it (two shots),
+    whoever uses it does so before the next such operation on the stream."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    buffer = symmetric_memory.empty(_TWO_SHOT_BYTES // 4, dtype=torch.float32, device=device)
+    buffer = symmetric_memory.empty(num_bytes // 4, dtype=torch.float32, device=device)
     symmetric_memory.rendezvous(buffer, group)
     return {dtype: buffer.view(dtype) for dtype in _SYMMETRIC_DTYPES}
 

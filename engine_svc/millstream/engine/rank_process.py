@@ -52,12 +52,16 @@ def main() -> None:
     from millstream.engine.ranks import RankStart
 
     start = msgspec.json.decode(line, type=RankStart)
-    configure_logging(start.log_level, process=f"rank{start.rank}")
+    # Rank 0 says what all of them would.
+    level = start.log_level if start.log_level == "debug" else "error"
+    configure_logging(level, process=f"rank{start.rank}")
     try:
         _serve(start, memory, waker, tell)
     except Exception as error:
-        level = logging.DEBUG if isinstance(error, CLEAR_ERRORS) else logging.ERROR
-        logger.log(level, "rank %d failed", start.rank, exc_info=True)
+        clear = isinstance(error, CLEAR_ERRORS)
+        logger.log(
+            logging.DEBUG if clear else logging.ERROR, "rank %d failed", start.rank, exc_info=True
+        )
         tell(f"failed {explain(error)}")
         sys.exit(1)
 

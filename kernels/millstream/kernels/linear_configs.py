@@ -76,7 +76,7 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
         (64, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
     ),
 }
-_ONE_ROW = Gemv(block_n=4)
+_ONE_ROW = (Gemv(block_n=4), Gemv(block_n=4, block_k=512))
 
 
 def choose(num_rows: int, out_features: int, in_features: int) -> Config | None:
@@ -87,9 +87,8 @@ def choose(num_rows: int, out_features: int, in_features: int) -> Config | None:
     measured = _MEASURED.get((out_features, in_features))
     if measured is not None:
         return next((config for most, config in measured if num_rows <= most), None)
-    if fits(_ONE_ROW, num_rows, out_features, in_features):
-        return _ONE_ROW
-    return None
+    fitting = (each for each in _ONE_ROW if fits(each, num_rows, out_features, in_features))
+    return next(fitting, None)
 
 
 def fits(config: Config, num_rows: int, out_features: int, in_features: int) -> bool:
