@@ -112,9 +112,10 @@ def _tile_kernel(
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = part * PART + tl.arange(0, BLOCK_K)
     weights = weight_ptr + weight_rows(n, N, EPILOGUE)[:, None] * K + k[None, :]
-    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    inside = m < num_rows  # rows beyond are not read: all programs on one line of the L2 is slow
-    xs = x_ptr + m * x_stride + k[None, :]
+    # Past the last row it goes on at the first: masks slow a full tile down by a quarter, and were
+    # it all the last row, all programs would wait for one line of the L2.
+    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)) % num_rows
+    xs = x_ptr + m[:, None] * x_stride + k[None, :]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if STAGES == 0:
         weight_0 = tl.load(weights)
@@ -125,22 +126,18 @@ def _tile_kernel(
         if CHUNKS > 3:
             weight_3 = tl.load(weights + 3 * BLOCK_K)
         wait(PDL)
-        sums = tl.dot(tl.load(xs, mask=inside, other=0.0), tl.trans(weight_0), sums)
+        sums = tl.dot(tl.load(xs), tl.trans(weight_0), sums)
         if CHUNKS > 1:
-            sums = tl.dot(tl.load(xs + BLOCK_K, mask=inside, other=0.0), tl.trans(weight_1), sums)
+            sums = tl.dot(tl.load(xs + BLOCK_K), tl.trans(weight_1), sums)
         if CHUNKS > 2:
-            sums = tl.dot(
-                tl.load(xs + 2 * BLOCK_K, mask=inside, other=0.0), tl.trans(weight_2), sums
-            )
+            sums = tl.dot(tl.load(xs + 2 * BLOCK_K), tl.trans(weight_2), sums)
         if CHUNKS > 3:
-            sums = tl.dot(
-                tl.load(xs + 3 * BLOCK_K, mask=inside, other=0.0), tl.trans(weight_3), sums
-            )
+            sums = tl.dot(tl.load(xs + 3 * BLOCK_K), tl.trans(weight_3), sums)
     else:
         wait(PDL)
         for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
             weight = tl.load(weights + start)
-            x = tl.load(xs + start, mask=inside, other=0.0)
+            x = tl.load(xs + start)
             sums = tl.dot(x, tl.trans(weight), sums)
     if LATE:
         launch_dependents(PDL)

@@ -43,7 +43,7 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
         (16, Tile(block_m=16, block_n=64, block_k=512, num_warps=8)),
         (64, Tile(block_m=64, block_n=32, block_k=128, stages=6)),
         (128, Tile(block_m=64, block_n=64, block_k=128, stages=4)),
-        (256, Tile(block_m=128, block_n=64, block_k=128, stages=4, late=True)),
+        (256, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
     ),
     # o
     (1024, 2048): (
@@ -51,7 +51,7 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
         (16, Tile(block_m=16, block_n=32, block_k=256, num_warps=2, split_k=4)),
         (64, Tile(block_m=32, block_n=64, block_k=512, num_warps=8, split_k=4, late=True)),
         (128, Tile(block_m=64, block_n=16, block_k=128, stages=6, late=True)),
-        (256, Tile(block_m=64, block_n=64, block_k=128, stages=4, split_k=2, late=True)),
+        (256, Tile(block_m=64, block_n=32, block_k=128, stages=5)),
     ),
     # gate_up
     (6144, 1024): (
@@ -59,7 +59,7 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
         (16, Tile(block_m=16, block_n=64, block_k=1024, num_warps=8)),
         (64, Tile(block_m=64, block_n=64, block_k=128, stages=5)),
         (128, Tile(block_m=128, block_n=64, block_k=128, stages=4)),
-        (256, Tile(block_m=128, block_n=64, block_k=64, stages=4)),
+        (256, Tile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=4)),
     ),
     # down
     (1024, 3072): (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from millstream.engine.model_config import ModelConfig
 from millstream.engine.models.decoder import DecoderModel, Hidden
@@ -34,10 +35,18 @@ def build_model(
     share = share_of(config) if group is None else share_of(config, group.rank, group.size)
     with torch.device("meta"):
         model = _MODELS[config.family](share, ops, group).to(dtype)
-    model.to_empty(device=device)
-    if config.tie_word_embeddings:  # to_empty made two parameters of the one
+    _give_memory(model, device)
+    if config.tie_word_embeddings:  # that made two parameters of the one
         model.lm_head.weight = model.model.embed_tokens.weight
     model.rope = RotaryEmbedding(
         config.rope, config.head_dim, max_model_len=max_model_len, dtype=dtype, device=device
     )
     return model.eval()
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """As Module.to_empty, which imports SymPy for tensors on meta: 3 s of a start."""
+    for module in model.modules():
+        for name, laid_out in list(module.named_parameters(recurse=False)):
+            tensor = torch.empty(laid_out.shape, dtype=laid_out.dtype, device=device)
+            setattr(module, name, nn.Parameter(tensor, requires_grad=laid_out.requires_grad))
