@@ -21,7 +21,6 @@ import torch
 
 from millstream.engine.graphs import Graph, Kind, Record
 from millstream.engine.layout import (
-    CHUNKS,
     BatchLayout,
     Bucket,
     HostLayout,
@@ -31,7 +30,8 @@ from millstream.engine.layout import (
 from millstream.engine.model_config import ModelConfig
 from millstream.engine.plan import Plan
 
-_FEWEST_TOKENS = 64  # more than CHUNKS: rows that sample are then never all rows
+MAX_CHUNKS = 32  # a step of as many or more runs without a graph
+_FEWEST_TOKENS = 64  # more than chunks: rows that sample are then never all rows
 _BUCKETS_AN_OCTAVE = 4
 MOST_GRAPHS = 64
 # Products that take about as long as their launch, at 600 TFLOP/s: 17 ms.
@@ -73,6 +73,7 @@ class ChunkGraphs:
         *,
         max_tokens: int,
         max_decodes: int,
+        max_chunks: int = MAX_CHUNKS,
         padding_slot: int,
         device: torch.device,
     ) -> None:
@@ -82,6 +83,7 @@ class ChunkGraphs:
         self._record = record
         self._token_sizes = token_sizes(max_tokens)
         self._decode_sizes = decode_sizes(max_decodes)
+        self._max_chunks = max_chunks
         self._padding_slot = padding_slot
         self._device = device
         self._needed: set[_Key] = set()
@@ -91,11 +93,10 @@ class ChunkGraphs:
         """The bucket for a step with chunks; None: it is to run without a graph."""
         num_chunks = len(host.plan.chunks)
         num_tokens, num_decodes = int(host.query_starts[num_chunks]), len(host.slots) - num_chunks
-        if host.special or num_chunks >= CHUNKS or num_tokens > self._token_sizes[-1]:
+        if host.special or num_chunks >= self._max_chunks or num_tokens > self._token_sizes[-1]:
             return None
-        bucket = Bucket(
-            tokens=_smallest(self._token_sizes, num_tokens),
-            decodes=_smallest(self._decode_sizes, num_decodes),
+        bucket = self._bucket(
+            _smallest(self._token_sizes, num_tokens), _smallest(self._decode_sizes, num_decodes)
         )
         key = (bucket, _kind(host))
         if key in self._graphs:
@@ -107,7 +108,8 @@ class ChunkGraphs:
 
     def record_largest(self) -> None:
         """That of the bucket that takes most memory."""
-        self._graph((Bucket(self._token_sizes[-1], self._decode_sizes[-1]), Kind.PLAIN))
+        largest = self._bucket(self._token_sizes[-1], self._decode_sizes[-1])
+        self._graph((largest, Kind.PLAIN))
 
     def __call__(self, layout: BatchLayout) -> torch.Tensor:
         """Runs a step that `choose` found a bucket for; its sampled ids [R]."""
@@ -116,6 +118,9 @@ class ChunkGraphs:
         torch._foreach_copy_(_tensors(inputs), _tensors(layout))
         graph.replay()
         return graph.output.index_select(0, layout.padded.sampled)
+
+    def _bucket(self, tokens: int, decodes: int) -> Bucket:
+        return Bucket(tokens=tokens, chunks=self._max_chunks, decodes=decodes)
 
     def _graph(self, key: _Key) -> tuple[BatchLayout, Graph]:
         recorded = self._graphs.get(key)

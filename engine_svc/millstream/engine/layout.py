@@ -27,19 +27,17 @@ class HostLayout:
     special: bool  # logits of some sequences may be edited or scored (slot_edits.py)
 
 
-CHUNKS = 32  # of a bucket
-
-
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The shape of a step with chunks, filled up to be run as a CUDA graph (chunk_graphs.py)."""
 
     tokens: int  # of chunks
+    chunks: int  # one of them is never used
     decodes: int
 
     @property
     def sequences(self) -> int:
-        return CHUNKS + self.decodes
+        return self.chunks + self.decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +93,22 @@ def padded_arrays(host: HostLayout, bucket: Bucket, padding_slot: int) -> list[I
     num_decodes = len(host.slots) - num_chunks
     slots = np.full(bucket.sequences, padding_slot, dtype=np.int64)
     slots[:num_chunks] = host.slots[:num_chunks]
-    slots[CHUNKS : CHUNKS + num_decodes] = host.slots[num_chunks:]
+    slots[bucket.chunks : bucket.chunks + num_decodes] = host.slots[num_chunks:]
     starts = np.full(bucket.sequences + 1, host.query_starts[num_chunks], dtype=np.int64)
     starts[: num_chunks + 1] = host.query_starts[: num_chunks + 1]
-    starts[CHUNKS + 1 :] = bucket.tokens + 1 + np.arange(bucket.decodes)
-    num_tokens = int(starts[CHUNKS])
-    # Tokens that pad belong to an unused chunk: the last, which choose() leaves.
-    rows = np.full(bucket.tokens + bucket.decodes, CHUNKS - 1, dtype=np.int64)
+    starts[bucket.chunks + 1 :] = bucket.tokens + 1 + np.arange(bucket.decodes)
+    num_tokens = int(starts[bucket.chunks])
+    # Tokens that pad belong to an unused chunk: the last.
+    rows = np.full(bucket.tokens + bucket.decodes, bucket.chunks - 1, dtype=np.int64)
     rows[:num_tokens] = np.repeat(np.arange(num_chunks), host.query_lens[:num_chunks])
-    rows[bucket.tokens :] = CHUNKS + np.arange(bucket.decodes)
+    rows[bucket.tokens :] = bucket.chunks + np.arange(bucket.decodes)
     offsets = np.zeros(len(rows), dtype=np.int64)
     offsets[:num_tokens] = np.arange(num_tokens) - host.query_starts[rows[:num_tokens]]
     token_ids = np.zeros(bucket.tokens, dtype=np.int64)
     chunks = (chunk.token_ids for chunk in host.plan.chunks)
     token_ids[:num_tokens] = np.fromiter(itertools.chain.from_iterable(chunks), dtype=np.int64)
     sampled = np.flatnonzero(host.samples)
-    sampled[sampled >= num_chunks] += CHUNKS - num_chunks
+    sampled[sampled >= num_chunks] += bucket.chunks - num_chunks
     last_rows = np.maximum(starts[1:] - 1, 0)
     return [slots, rows, offsets, starts, token_ids, last_rows, slots, sampled]
 
