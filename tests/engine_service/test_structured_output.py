@@ -125,6 +125,15 @@ async def test_a_slow_grammar_holds_up_nobody(stream: Stream) -> None:
     assert stream.finished[1].reason == LENGTH
 
 
+async def test_what_was_prepared_lately_is_accepted_at_once(stream: Stream) -> None:
+    await stream.submit(submission(1, max_tokens=1, regex="wait 2.5"))
+    await stream.until_ended(1)
+    begun = time.monotonic()
+    await stream.submit(submission(2, max_tokens=1, regex="wait 2.5"))
+    await stream.until_ended(2)
+    assert time.monotonic() - begun < 2
+
+
 async def test_a_held_handle_is_in_use(stream: Stream) -> None:
     await stream.submit(submission(1, max_tokens=1, n=3, regex="wait 0.3"))
     await stream.submit(submission(3), submission(4, max_tokens=1))

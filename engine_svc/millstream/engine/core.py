@@ -41,6 +41,9 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         """Takes a request. Exactly one FinishedRecord will come of it."""
+        grammar = request.sampling.grammar
+        if grammar is not None and self.info.structured_output:
+            self._runner.prepare_grammar(grammar)  # it is there, and is kept a while longer
         finished = self.scheduler.add(request, self._clock())
         if finished is not None:
             self._finished.append(finished)

@@ -46,7 +46,8 @@ class Intake:
                 self._refuse(stream, submission.handle, error)
                 continue
             timers = [self._deadline_timer(stream, submission, sample) for sample in samples]
-            if samples[0].sampling.grammar is not None:
+            grammar = samples[0].sampling.grammar
+            if grammar is not None and not self._preparations.is_ready(grammar):
                 held = HeldSubmission(stream=stream, samples=samples, timers=timers)
                 self._preparations.hold(held)
                 continue

@@ -7,12 +7,15 @@ up, is ended as soon as it is accepted: a client sees the same as of any other.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from millstream.engine.records import handle_of
 from millstream.engine.request import GrammarSpec, Request
 from millstream.engine.streams import Hold, Stream
+
+_MAX_READY = 64  # fewer than the core keeps (compiled_grammars.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,14 @@ class Preparations:
         self._on_ready = on_ready
         self._on_refused = on_refused
         self._num_held = 0
+        self._ready: OrderedDict[GrammarSpec, None] = OrderedDict()  # prepared, the latest last
+
+    def is_ready(self, grammar: GrammarSpec) -> bool:
+        """Whether requests need not wait: it was prepared lately."""
+        if grammar in self._ready:
+            self._ready.move_to_end(grammar)
+            return True
+        return False
 
     @property
     def num_held(self) -> int:
@@ -64,4 +75,7 @@ class Preparations:
         except Exception as error:
             self._on_refused(held, error)
         else:
+            self._ready[grammar] = None
+            if len(self._ready) > _MAX_READY:
+                self._ready.popitem(last=False)
             self._on_ready(held)
