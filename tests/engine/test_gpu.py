@@ -167,7 +167,13 @@ def test_bfloat16_up_to_ties(family: str, batch: int, tmp_path: Path) -> None:
     prompts = make_prompts(batch)
     with load(tmp_path, dtype="bfloat16") as llm:
         outputs = generate(llm, prompts, GREEDY)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval().cuda()
+    ties = count_ties(tmp_path, prompts, outputs)
+    print(f"{family}, batch {batch}: {ties} of {sum(map(len, outputs))} tokens were ties")
+
+
+def count_ties(folder: Path, prompts: list[list[int]], outputs: list[list[int]]) -> int:
+    """Tokens that were not the likeliest; raises AssertionError if one was not a tie."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().cuda()
     ties = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.inference_mode():
@@ -177,7 +183,7 @@ def test_bfloat16_up_to_ties(family: str, batch: int, tmp_path: Path) -> None:
         behind = logits.amax(1) - chosen
         assert behind.max() < TIE * logits.std()
         ties += int((behind > 0).sum())
-    print(f"{family}, batch {batch}: {ties} of {sum(map(len, outputs))} tokens were ties")
+    return ties
 
 
 def test_two_engines_share_a_gpu() -> None:

@@ -12,7 +12,7 @@ from millstream.rpc.parsing import number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION_BACKENDS = ("auto", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "flash-attn", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
 
@@ -75,13 +75,14 @@ class EngineConfig:
         None, 1, 1 << 50, "size of the KV cache; default: from measured memory"
     )
     block_size: int | None = _number(
-        None, 1, 1 << 16, "tokens per KV block; default: 64 on CUDA, 16 on CPU"
+        None, 1, 1 << 16, "tokens per KV block; default: 64 on CUDA (256 for flash-attn), 16 on CPU"
     )
     prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prompt prefixes")
     attention_backend: str = _flag(
         "auto",
         "what computes attention, norms and sampling; auto: triton on CUDA where the "
-        "model's shape has kernels, torch elsewhere",
+        "model's shape has kernels, torch elsewhere; flash-attn: attention by that package, the "
+        "rest as with triton",
         choices=ATTENTION_BACKENDS,
     )
     batch_invariant: bool = _flag(

@@ -50,7 +50,7 @@ class ResolvedConfig:
     max_model_len: int
     block_size: int
     max_in_flight: int  # steps launched and not collected
-    attention_backend: str  # triton or torch
+    attention_backend: str  # triton, flash-attn (with triton for the rest) or torch
     # Batch sizes that kernels are laid out for, ascending; the last is max_num_seqs.
     batch_sizes: tuple[int, ...]
     batch_invariant: bool
@@ -98,8 +98,11 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> Res
             f"max_model_len: the model has {model.max_position} positions, "
             f"so {max_model_len} is too long"
         )
-    block_size = config.block_size or (64 if on_gpu else 16)
+    with_flash = config.attention_backend == "flash-attn"
+    block_size = config.block_size or (256 if with_flash else 64 if on_gpu else 16)
     attention_backend = _attention_backend(config, hardware, model, block_size)
+    if with_flash and (problem := _flash_problem(dtype, block_size)):
+        raise LoadError(f"attention_backend: {problem}")
     max_num_seqs = config.max_num_seqs or (1024 if large else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 2048)
     if config.batch_invariant:
@@ -117,7 +120,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig) -> Res
         batch_sizes=tuple(batch_sizes(max_num_seqs)),
         batch_invariant=config.batch_invariant,
         cuda_graphs=on_gpu
-        and attention_backend == "triton"
+        and attention_backend != "torch"
         and not config.enforce_eager
         and model.rope.type is not RopeType.DYNAMIC,
     )
@@ -130,11 +133,11 @@ def _attention_backend(
     if wanted == "torch" or (wanted == "auto" and hardware.device.type != "cuda"):
         return "torch"
     problem = _triton_problem(hardware, model, block_size)
-    if problem and wanted == "triton":
+    if problem and wanted != "auto":
         raise LoadError(f"attention_backend: {problem}")
     if problem:
         logger.warning("attention_backend is torch, which is slow on a GPU: %s", problem)
-    return "torch" if problem else "triton"
+    return "torch" if problem else "triton" if wanted == "auto" else wanted
 
 
 def _triton_problem(hardware: Hardware, model: ModelConfig, block_size: int) -> str:
@@ -148,6 +151,21 @@ def _triton_problem(hardware: Hardware, model: ModelConfig, block_size: int) -> 
     if hardware.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"triton has no compiler for {hardware.device}"
     return unsupported(model, block_size)
+
+
+def _flash_problem(dtype: str, block_size: int) -> str:
+    """Why flash-attn cannot serve; "" if it can. Imports it."""
+    if dtype == "float32":
+        return "flash-attn needs dtype bfloat16 or float16, not float32"
+    if block_size % 256:
+        return f"flash-attn needs a block_size of 256, not {block_size}"
+    from millstream.engine.step_attention import load_flash
+
+    try:
+        load_flash()
+    except ImportError as error:
+        return f"flash-attn is not installed, or does not load: {error}"
+    return ""
 
 
 def _check_invariant(

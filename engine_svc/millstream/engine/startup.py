@@ -69,7 +69,9 @@ def make_ops(resolved: ResolvedConfig, model_config: ModelConfig) -> Ops:
     """What resolve chose."""
     if resolved.attention_backend == "torch":
         return TorchOps(model_config)
-    from millstream.engine.triton_ops import TritonOps  # needs Triton, which not every platform has
+    # These need Triton, which not every platform has.
+    from millstream.engine.step_attention import load_flash
+    from millstream.engine.triton_ops import TritonOps
 
     return TritonOps(
         model_config,
@@ -79,6 +81,7 @@ def make_ops(resolved: ResolvedConfig, model_config: ModelConfig) -> Ops:
         dtype=resolved.dtype,
         device=resolved.device,
         invariant=resolved.batch_invariant,
+        flash=load_flash() if resolved.attention_backend == "flash-attn" else None,
     )
 
 

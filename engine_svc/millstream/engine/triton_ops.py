@@ -1,4 +1,5 @@
-"""TritonOps: what layers compute, in millstream.kernels and cuBLAS, on NVIDIA GPUs.
+"""TritonOps: what layers compute, in millstream.kernels and cuBLAS, on NVIDIA GPUs; attention in
+flash-attn if that was asked for.
 
 Nothing here waits for the device, and a step of decodes alone reads no length on the host: a CUDA
 graph of one batch size serves any lengths.
@@ -18,6 +19,12 @@ from millstream.engine.layers import Linear, RMSNorm, RowParallelLinear
 from millstream.engine.model_config import ModelConfig
 from millstream.engine.ops import SlotSampling, SlotState, Stream
 from millstream.engine.rope import RotaryEmbedding
+from millstream.engine.step_attention import (
+    FlashAttention,
+    FlashModule,
+    StepAttention,
+    TritonAttention,
+)
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
 from millstream.kernels.decode_state import DecodeInputs, advance_slots, read_slots
 from millstream.kernels.gemv import Norm
@@ -25,7 +32,6 @@ from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Config, Gemv, choose
 from millstream.kernels.paged_decode import FixedCut, PagedDecode, supports
-from millstream.kernels.paged_prefill import paged_prefill
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 from millstream.kernels.sample import sample as gumbel_max
 from millstream.kernels.sample_filters import thresholds
@@ -74,9 +80,11 @@ class TritonOps:
         dtype: torch.dtype,
         device: torch.device,
         invariant: bool = False,
+        flash: FlashModule | None = None,
     ) -> None:
         """batch_sizes: ascending; a batch is served by the next larger one. invariant: a token's
-        values are the same bits in every batch (16-bit types; see not_invariant)."""
+        values are the same bits in every batch (16-bit types; see not_invariant). flash: the module
+        that attends in place of Triton's kernels."""
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         self._vocab_size = config.vocab_size
@@ -84,13 +92,18 @@ class TritonOps:
         self._block_size, self._max_model_len = block_size, max_model_len
         self._dtype, self._device = dtype, device
         self.invariant = invariant
+        self._flash = flash
         self._decodes: dict[int, PagedDecode] = {}
         self.workspace = Workspace.create(device)
 
     def begin_step(
         self, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
     ) -> TritonStepOps:
-        return TritonStepOps(self, batch, kv_cache, rope)
+        if self._flash is None:
+            attention: StepAttention = TritonAttention(batch, self.decode_for)
+        else:
+            attention = FlashAttention(self._flash, batch, self._max_model_len)
+        return TritonStepOps(self, attention, batch, kv_cache, rope)
 
     @property
     def on_slots(self) -> TritonOps:
@@ -165,24 +178,21 @@ class TritonStepOps:
     """An ops.StepOps. Chunks and decodes of a step are attended to by a kernel each."""
 
     def __init__(
-        self, ops: TritonOps, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
+        self,
+        ops: TritonOps,
+        attention: StepAttention,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        rope: RotaryEmbedding,
     ) -> None:
         self._ops = ops
-        self._batch = batch
+        self._attention = attention
         self._caches = kv_cache.layers
         table, self._rows = rope.angles(batch)
         self._cos, self._sin = table.chunk(2, dim=-1)
-        num_sequences = len(batch.slots)
-        self._num_chunks = num_sequences - batch.num_decodes
+        self._kv_indices = batch.kv_indices
+        self._num_decodes = batch.num_decodes
         self._num_chunk_tokens = len(batch.token_ids) - batch.num_decodes
-        self._decode: PagedDecode | None = None
-        if batch.num_decodes:
-            self._decode = ops.decode_for(batch.num_decodes)
-            self._decode.begin_step(
-                batch.block_tables,
-                batch.slots[self._num_chunks :],
-                batch.context_lens[self._num_chunks :],
-            )
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
         return self._normed(stream, norm, layer, swiglu=False)
@@ -233,35 +243,21 @@ class TritonStepOps:
             self._cos,
             self._sin,
             self._rows,
-            self._batch.kv_indices,
+            self._kv_indices,
             keys,
             values,
             num_heads=self._ops.num_heads,
             num_kv_heads=self._ops.num_kv_heads,
             invariant=self._ops.invariant,
         )
-        if self._decode is None:
-            attended = self._prefill(query, keys, values)
-        elif not self._num_chunks:
-            attended = self._decode(query, keys, values)
+        attention = self._attention
+        if not self._num_decodes:
+            attended = attention.prefill(query, keys, values)
+        elif not self._num_chunk_tokens:
+            attended = attention.decode(query, keys, values)
         else:
             attended = torch.empty_like(query)
             chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
-            self._prefill(query[chunks], keys, values, attended[chunks])
-            self._decode(query[decodes], keys, values, attended[decodes])
+            attention.prefill(query[chunks], keys, values, attended[chunks])
+            attention.decode(query[decodes], keys, values, attended[decodes])
         return attended.view(len(qkv), -1)
-
-    def _prefill(
-        self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        batch, num_chunks = self._batch, self._num_chunks
-        return paged_prefill(
-            query,
-            keys,
-            values,
-            batch.block_tables,
-            batch.slots[:num_chunks],
-            batch.query_starts[: num_chunks + 1],
-            batch.context_lens[:num_chunks],
-            out=out,
-        )
