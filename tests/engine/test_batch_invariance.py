@@ -86,7 +86,7 @@ def make_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def load_gpu(model: str, **options: Any) -> LLM:
-    options = {"kv_cache_bytes": 6 << 30, "max_num_seqs": 200, "seed": 3, **options}
+    options = {"kv_cache_bytes": 16 << 30, "max_num_seqs": 200, "seed": 3, **options}
     return LLM(model, load_format="dummy", device="cuda", batch_invariant=True, **options)
 
 
