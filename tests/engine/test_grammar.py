@@ -331,6 +331,7 @@ def test_what_kills_the_library_kills_the_checker_alone(checker: GrammarChecker)
         ("grammar", f'start: r0\n{rules}\nr8000: "b"', "nested too deeply"),
         ("json_schema", _deep_schema(5000), "nested too deeply"),
         ("json_schema", {"allOf": many}, "MiB|longer than"),
+        ("json_schema", {"type": "integer", "multipleOf": 199999}, "more than 16 MiB|longer than"),
     ):
         with pytest.raises(GrammarError, match=message):
             checker.check(spec(kind, value))

@@ -25,8 +25,9 @@ from millstream.engine.request import GrammarKind, GrammarSpec
 
 MaskRow = npt.NDArray[np.int32]  # [ceil(V/32)]: bit j of word i is the token id 32*i + j
 
-# The library's own limits where they are not its defaults: its errors quote the grammar no further.
-_LIMITS = LLParserLimits(verbose_errors=False)
+# The library's own limits where they are not its defaults. A state takes 1 to 2 kB, and there are
+# ever more of them while a grammar is walked; errors do not quote the grammar.
+_LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _NOTHING_MATCHES = "NoExtension"  # how the library says that there is no way on
 _MAX_MESSAGE_CHARS, _MAX_LINE = 400, 120
 

@@ -13,6 +13,7 @@ the operating system. What it survives, the engine compiles too.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import resource
@@ -30,6 +31,7 @@ from millstream.engine.request import GrammarKind, GrammarSpec
 
 CPU_LIMIT_S = 2  # of processor time, so that a busy machine refuses no more than an idle one
 MEMORY_LIMIT_BYTES = 256 << 20  # beside what the vocabulary takes
+KEPT_LIMIT_BYTES = 16 << 20  # of a compiled grammar: the engine keeps a few hundred
 # Below what the engine's threads have: what is shallow enough here is so there too.
 STACK_LIMIT_BYTES = 4 << 20
 _START_TIMEOUT_S = 60.0
@@ -166,12 +168,37 @@ def main() -> None:
         problem = ""
         try:
             spec = GrammarSpec(kind=GrammarKind(question["kind"]), text=question["text"])
-            compile_grammar(vocabulary, spec)
+            before = _allocated_bytes()
+            compiled = compile_grammar(vocabulary, spec)
+            if _allocated_bytes() - before > KEPT_LIMIT_BYTES:
+                problem = f"compiled, it takes more than {KEPT_LIMIT_BYTES >> 20} MiB"
+            del compiled
         except GrammarError as error:
             problem = str(error) or "it cannot be compiled"
         except BaseException as error:  # the library's panics are no Exceptions
             problem = f"compiling it fails: {type(error).__name__}"
         lines.send(problem)
+
+
+def _allocated_bytes() -> int:
+    """What the process has allocated; 0 where the C library is not glibc."""
+    if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
+        return 0
+    mallinfo.restype = _MallocInfo
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
 
 
 def _limit_memory() -> None:
