@@ -14,7 +14,6 @@ from typing import Any
 from millstream.engine import startup
 from millstream.engine.collectives import make_group, open_store
 from millstream.engine.config import EngineConfig
-from millstream.engine.grammar import CompiledGrammar
 from millstream.engine.hardware import LoadError, check_devices
 from millstream.engine.parallel import share_of
 from millstream.engine.plan import Plan, StepResult
@@ -57,7 +56,7 @@ class RanksRunner:
             self._processes.explain()
             raise
 
-    def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
         """As rank 0's runner: the others need to know nothing of grammars."""
         return self._first.prepare_grammar(spec)
 

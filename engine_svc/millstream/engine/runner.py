@@ -24,7 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,6 @@ from millstream.engine import startup
 from millstream.engine.attention import allocate_kv_cache
 from millstream.engine.chunk_graphs import MOST_GRAPHS, ChunkGraphs, most_tokens
 from millstream.engine.config import EngineConfig
-from millstream.engine.grammar import CompiledGrammar
 from millstream.engine.graphs import CudaGraphRecorder, DecodeGraphs, Kind
 from millstream.engine.hardware import LoadError, detect, resolve
 from millstream.engine.layout import BatchLayout
@@ -135,7 +134,7 @@ class ModelRunner:
             structured_output=self._grammars is not None,
         )
 
-    def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
         assert self._grammars is not None, "validation refuses what is not there"
         return self._grammars.prepare(spec)
 

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from millstream.engine.attention import bytes_per_block
-from millstream.engine.compiled_grammars import CompiledGrammars
 from millstream.engine.config import LOAD_FORMATS, EngineConfig
 from millstream.engine.hardware import (
     LoadError,
@@ -28,6 +28,9 @@ from millstream.engine.request import MAX_LOGPROBS, Sampling
 from millstream.engine.shapes import SHAPE_NAMES, named_shape
 from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import init_dummy_weights, load_weights
+
+if TYPE_CHECKING:
+    from millstream.engine.compiled_grammars import CompiledGrammars
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ def make_grammars(
     file = model_dir / "tokenizer.json" if model_dir is not None else None
     if file is None or not file.is_file() or not model_config.eos_token_ids:
         return None
+    from millstream.engine.compiled_grammars import CompiledGrammars  # loads the library
+
     return CompiledGrammars(
         file, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
     )
