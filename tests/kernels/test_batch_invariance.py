@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 DTYPES = {"cpu": torch.float16, "cuda": torch.bfloat16}
 # (out_features, in_features) of the models that the benchmarks run, and some that nobody measured
 SHAPES = [
-    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024),  # Qwen3-0.6B
-    (960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576),  # SmolLM2-135M
-    (7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408),  # Qwen3-14B
+    (4096, 1024), (1024, 2048), (6144, 1024), (151936, 1024),  # Qwen3-0.6B
+    (34816, 5120), (5120, 17408),  # Qwen3-14B
+    (960, 576), (3072, 576),  # SmolLM2-135M
     (48, 80),
 ]  # fmt: skip
 ROWS = [1, 2, 7, 64, 65, 128, 129, 200, 512, 513, 1000, 3000]
@@ -50,7 +51,7 @@ def test_rows_of_a_product_in_the_interpreter(epilogue: str) -> None:
 def test_rows_of_a_product(size: int, depth: int) -> None:
     """All tiles of a shape against each other: first, last and middle rows of many."""
     x, weight, residual = tensors(max(ROWS), size, depth, "cuda")
-    epilogues = {6144: "swiglu", 34816: "swiglu", 3072: "swiglu", 1024: "residual", 5120: "plain"}
+    epilogues = {6144: "swiglu", 34816: "swiglu", 3072: "swiglu", 1024: "residual"}
     epilogue = epilogues.get(size, "plain")
     whole = product(x, weight, residual, epilogue, rows=max(ROWS))
     exact = x[:64].double() @ weight.double().T
@@ -64,11 +65,11 @@ def test_rows_of_a_product(size: int, depth: int) -> None:
 
 
 def tensors(rows: int, size: int, depth: int, device: str) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(rows + size)
+    generator = torch.Generator(device).manual_seed(rows + size)
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": DTYPES[device]}
     shapes = (rows, depth), (size, depth), (rows, size)
-    x, weight, residual = (torch.randn(shape, generator=generator) for shape in shapes)
-    dtype = DTYPES[device]
-    return tuple(t.to(device, dtype) for t in (x, weight / depth**0.5, residual))
+    x, weight, residual = (torch.randn(shape, **options) for shape in shapes)
+    return x, weight / depth**0.5, residual
 
 
 def product(
