@@ -84,19 +84,19 @@ def test_float32_equals_transformers(folder: Path, enforce_eager: bool, budget: 
 
 
 def test_chunks_in_graphs(folder: Path) -> None:
-    """The same prompts again and again, the cache full of NaN at last: from the second time on most
-    steps with chunks are graphs, which give the same tokens and write to no other block."""
+    """Steps with chunks are graphs, and with the cache full of NaN they give the same tokens and
+    write to no block of others."""
     prompts = make_prompts(20)
     expected = reference(folder, prompts)
     with load(folder, max_num_batched_tokens=150, prefix_caching=False) as llm:
         runner: Any = llm._core._runner
         data = runner._kv_cache.data
-        for run in range(4):
+        for _ in range(3):
             with torch.inference_mode():
                 data.fill_(float("nan"))
             torch.cuda.synchronize()
             assert generate(llm, prompts, GREEDY) == expected
-            assert run < 1 or runner._chunk_graphs._graphs
+            assert runner._chunk_graphs._graphs
         per_block = data.isfinite().flatten(4).all(-1).all(0).all(0).sum(1)
         assert int(per_block[1:].sum()) == sum(len(prompt) + 23 for prompt in prompts)
 

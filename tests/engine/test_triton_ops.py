@@ -185,7 +185,7 @@ def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:
 
 
 def test_chunks_in_graphs_give_the_same_tokens(folder: Path) -> None:
-    """Prompts in chunks beside decodes, greedy and seeded; the second time in graphs."""
+    """Prompts in chunks beside decodes, greedy and seeded."""
     prompts = [[5, 6, 7], list(range(3, 30))]
     samplings = [
         Sampling(max_tokens=2, temperature=0.6 * (i % 2), seed=i, ignore_eos=True)
@@ -195,7 +195,7 @@ def test_chunks_in_graphs_give_the_same_tokens(folder: Path) -> None:
     runner = load(folder, **options)
     expected = run(runner, prompts, samplings)
     graphs = add_fake_chunk_graphs(runner)
-    run(runner, [[1, *prompt] for prompt in prompts], samplings)
+    run(runner, [[1, *prompt] for prompt in prompts], samplings)  # other slots, other blocks
     assert run(runner, prompts, samplings) == expected
     assert sum(graph.replays for _, graph in graphs._graphs.values()) > 1  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ it, filled up with tokens and decodes of the padding slot:
     tokens   [chunk 0 | chunk 1 | padding   ][decode 0 | decode 1 | padding]
               0 .................. bucket.tokens ............. + bucket.decodes
 
-A bucket is recorded when it is needed for the second time: until then the step runs without.
+A bucket is recorded when it is first needed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class ChunkGraphs:
         self._max_chunks = max_chunks
         self._padding_slot = padding_slot
         self._device = device
-        self._needed: set[_Key] = set()
         self._graphs: dict[_Key, tuple[BatchLayout, Graph]] = {}
 
     def choose(self, host: HostLayout) -> Bucket | None:
@@ -98,12 +97,8 @@ class ChunkGraphs:
         bucket = self._bucket(
             _smallest(self._token_sizes, num_tokens), _smallest(self._decode_sizes, num_decodes)
         )
-        key = (bucket, _kind(host))
-        if key in self._graphs:
+        if (bucket, _kind(host)) in self._graphs or len(self._graphs) < MOST_GRAPHS:
             return bucket
-        if key in self._needed and len(self._graphs) < MOST_GRAPHS:
-            return bucket
-        self._needed.add(key)
         return None
 
     def record_largest(self) -> None:
