@@ -81,23 +81,25 @@ def test_row_56_a_split_that_cannot_be_is_refused_before_anything_starts(tmp_pat
     assert not rank_pids(os.getpid())
 
 
-def test_a_rank_that_dies_raises_and_ends_the_others(folder: Path) -> None:
-    """Idle, then in the middle of steps: an LLM's user is told, and can close it."""
-    for idle in (True, False):
-        llm = LLM(folder, tensor_parallel_size=2, max_model_len=500, **OPTIONS)
-        (rank,) = wait_for_ranks(os.getpid(), 1)
-        if idle:
-            os.kill(rank, signal.SIGKILL)
-            assert all_end([rank], 1)
-        else:
-            threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
-        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-        started = time.monotonic()
-        with pytest.raises(RankLost, match=r"^rank 1 of 2 was killed by SIGKILL$"):
-            llm.generate(prompts() * 100, endless, use_tqdm=False)
-        assert time.monotonic() - started < 5
-        llm.close()
-        assert not rank_pids(os.getpid())
+@pytest.mark.parametrize(("ranks", "idle"), [(2, True), (4, False)])
+def test_a_rank_that_dies_raises_and_ends_the_others(folder: Path, ranks: int, idle: bool) -> None:
+    """Idle, or in the middle of steps, when the others fail too: an LLM's user is told which it
+    was, and can close it."""
+    llm = LLM(folder, tensor_parallel_size=ranks, max_model_len=500, **OPTIONS)
+    victim = wait_for_ranks(os.getpid(), ranks - 1)[-1]
+    if idle:
+        os.kill(victim, signal.SIGKILL)
+        assert all_end([victim], 1)
+    else:
+        threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
+    endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    started = time.monotonic()
+    says = rf"^rank {ranks - 1} of {ranks} was killed by SIGKILL$"
+    with pytest.raises(RankLost, match=says):
+        llm.generate(prompts() * 100, endless, use_tqdm=False)
+    assert time.monotonic() - started < 5
+    llm.close()
+    assert not rank_pids(os.getpid())
 
 
 def test_a_rank_that_dies_while_loading_is_why_the_start_fails(folder: Path) -> None:

@@ -17,8 +17,8 @@ SEEDS = torch.tensor([1, 2, -3, 4, 5, 2**62, 7, 8])
 POSITIONS = torch.tensor([0, 5, 77, 40_000, 9, 131_071, 3, 4])
 
 
-def logits_of(vocab: int, seed: int) -> torch.Tensor:
-    return 3 * torch.randn(8, vocab, generator=torch.Generator().manual_seed(seed))
+def logits_of(vocab: int, seed: int, scale: float = 3) -> torch.Tensor:
+    return scale * torch.randn(8, vocab, generator=torch.Generator().manual_seed(seed))
 
 
 def rows_of(temperatures: torch.Tensor) -> SamplingRows:
@@ -29,8 +29,9 @@ def rows_of(temperatures: torch.Tensor) -> SamplingRows:
 @pytest.mark.parametrize("vocab", [64, 251, 5003])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_equals_whole_rows(vocab: int, ranks: int, seed: int) -> None:
-    logits, rows = logits_of(vocab, seed), rows_of(TEMPERATURES)
+@pytest.mark.parametrize("scale", [3, 30])  # many tokens can win, or few
+def test_equals_whole_rows(vocab: int, ranks: int, seed: int, scale: float) -> None:
+    logits, rows = logits_of(vocab, seed, scale), rows_of(TEMPERATURES)
     shards = [
         best_of_shard(logits[:, span.start : span.stop], POSITIONS, rows, span.start)
         for span in vocab_spans(vocab, ranks)
