@@ -122,7 +122,7 @@ class ChunkGraphs:
         if recorded is None:
             bucket, kind = key
             arrays = padded_arrays(_NOTHING, bucket, self._padding_slot)
-            parts = (torch.from_numpy(array).to(self._device) for array in arrays)
+            parts = (torch.tensor(array, device=self._device) for array in arrays)
             # Recording begins with a step that counts: none of a sequence's.
             inputs = layout_of(_NOTHING, bucket, *parts)
             graph = self._record(functools.partial(self._compute, inputs, kind))

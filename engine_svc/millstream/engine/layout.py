@@ -110,11 +110,11 @@ def padded_arrays(host: HostLayout, bucket: Bucket, padding_slot: int) -> list[I
     sampled = np.flatnonzero(host.samples)
     sampled[sampled >= num_chunks] += bucket.chunks - num_chunks
     last_rows = np.maximum(starts[1:] - 1, 0)
-    return [slots, rows, offsets, starts, token_ids, last_rows, slots, sampled]
+    return [slots, rows, offsets, starts, token_ids, last_rows, sampled]
 
 
 def layout_of(host: HostLayout, bucket: Bucket | None, *parts: torch.Tensor) -> BatchLayout:
-    slots, rows, offsets, query_starts, chunk_token_ids, sample_rows, sample_slots = parts[:7]
+    slots, rows, offsets, query_starts, chunk_token_ids, sample_rows, last = parts
     return BatchLayout(
         host=host,
         slots=slots,
@@ -123,6 +123,6 @@ def layout_of(host: HostLayout, bucket: Bucket | None, *parts: torch.Tensor) -> 
         query_starts=query_starts.int(),
         chunk_token_ids=chunk_token_ids,
         sample_rows=sample_rows,
-        sample_slots=sample_slots,
-        padded=None if bucket is None else Padded(bucket=bucket, sampled=parts[7]),
+        sample_slots=last if bucket is None else slots,
+        padded=None if bucket is None else Padded(bucket=bucket, sampled=last),
     )

@@ -68,7 +68,7 @@ def check_list(name: str, value: object, wanted: str) -> Sequence[Any]:
 def check_ids(name: str, value: object) -> Sequence[int]:
     """Token ids; an error names the position of a bad one."""
     token_ids = check_list(name, value, "a list of token ids")
-    if set(map(type, token_ids)) == {int} and 0 <= min(token_ids) and max(token_ids) <= UINT32_MAX:
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= UINT32_MAX:
         return token_ids  # the loop would find nothing, at 10 times the cost
     for i, token_id in enumerate(token_ids):
         if type(token_id) is int and 0 <= token_id <= UINT32_MAX:
