@@ -1,6 +1,6 @@
 """A model over several GPUs of one host: one JSON line for each figure.
 
-    python3 -m tests.bench.tp_gpu [--ranks 2] [--only ring sums parity speed replicas]
+    python3 -m tests.bench.tp_gpu [--ranks 2] [--only ring sums parity kill replicas speed]
                                   [--models qwen3-14b qwen3-32b] [--budget-s 520]
 
 ring: what sending a plan costs (tests/bench/ring.py). sums: microseconds of an all-reduce inside a
@@ -8,7 +8,8 @@ CUDA graph, as the engine does it, by NCCL, and by symmetric memory in one shot 
 tokens of a random model of real shape (8 layers) on one GPU and on all: float32 token for token,
 bfloat16 up to ties (docs/performance.md). speed: random weights, on one GPU and on all: ms per
 token of one sequence, and the flagship workload. replicas: the flagship workload through gRPC, on
-one engine, and twice of it on two.
+one engine, and twice of it on two. kill: a rank is killed with SIGKILL while streams run: seconds
+until they end with UNAVAILABLE and every process is gone.
 
 Each part is a process of its own that is killed when its time is up; what does not fit in the
 budget is left out, and a line says so.
@@ -17,9 +18,11 @@ budget is left out, and a line says so.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,9 +31,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-PARTS = ("ring", "sums", "parity", "speed", "replicas")
+PARTS = ("ring", "sums", "parity", "kill", "replicas", "speed")
 # The longest that a part may take, in seconds.
-LIMITS = {"ring": 40, "sums": 90, "parity": 150, "speed": 200, "replicas": 150}
+LIMITS = {"ring": 40, "sums": 90, "parity": 150, "kill": 90, "replicas": 150, "speed": 200}
 SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 TIE = 0.25  # of the logits' standard deviation
 PARITY_TOKENS = 32
@@ -67,7 +70,7 @@ class Budget:
         try:
             code: int | str = process.wait(left_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = "timeout"
         report("part", part=label, exit=code, seconds=time.monotonic() - started)
@@ -83,8 +86,9 @@ def run_all(arguments: argparse.Namespace) -> None:
     if "parity" in arguments.only:
         with tempfile.TemporaryDirectory() as folder:
             budget.run("parity", "--ranks", ranks, "--folder", folder)
-    if "replicas" in arguments.only:
-        budget.run("replicas", "--ranks", ranks)
+    for part in ("kill", "replicas"):
+        if part in arguments.only:
+            budget.run(part, "--ranks", ranks)
     if "speed" in arguments.only:
         for model in arguments.models:
             for size in ("1", ranks):
@@ -345,7 +349,9 @@ def replicas(count: int) -> None:
         )
         with Client(used if len(used) > 1 else used[0], None) as client:
             started = time.perf_counter()
-            outputs = client.generate(requests.prompts, requests.params, use_tqdm=False)
+            outputs = client.generate(
+                requests.prompts, requests.params, detokenize=False, use_tqdm=False
+            )
             seconds = time.perf_counter() - started
         return sum(len(output.token_ids) for output in outputs) / seconds
 
@@ -356,6 +362,50 @@ def replicas(count: int) -> None:
     report("replicas", engines=count, one_tokens_per_s=one, all_tokens_per_s=many, ratio=many / one)
     for engine in engines:
         engine.stop()
+
+
+# ---- kill
+
+
+async def kill(ranks: int) -> None:
+    from tests.engine_health import NOT_SERVING, SERVING, HealthWatch
+    from tests.engine_processes import EngineProcess, Stream, connect, submission
+    from tests.rank_processes import all_end, descendants, rank_pids
+
+    server = EngineProcess(
+        *("--model", "qwen3-0.6b", "--load-format", "dummy", "--max-num-seqs", "16"),
+        *("--tensor-parallel-size", str(ranks)),
+        runner="model",
+    )
+    try:
+        server.wait_until_serving(80)
+        everyone = [server.process.pid, *descendants(server.process.pid)]
+        watch = HealthWatch(server.target, "millstream.v1.Engine")
+        assert await watch.next() == SERVING
+        async with connect(server.target) as stub:
+            streams = [Stream(stub) for _ in range(4)]
+            for stream in streams:
+                await stream.submit(submission(1, [10], max_tokens=30_000, ignore_eos=True))
+                await stream.until_token(1)
+            started = time.monotonic()
+            os.kill(rank_pids(server.process.pid)[-1], signal.SIGKILL)
+            health = await watch.next()
+            not_serving_s = time.monotonic() - started
+            statuses = [await stream.status() for stream in streams]
+            ended_s = time.monotonic() - started
+        gone = await asyncio.to_thread(all_end, everyone, 10)
+        report(
+            "kill",
+            ranks=ranks,
+            not_serving_s=not_serving_s if health == NOT_SERVING else None,
+            streams_ended_s=ended_s,
+            statuses=sorted({code.name for code, _ in statuses}),
+            details=statuses[0][1],
+            all_gone_s=time.monotonic() - started if gone else None,
+        )
+        await watch.close()
+    finally:
+        server.stop()
 
 
 def main() -> None:
@@ -389,6 +439,8 @@ def main() -> None:
             parity_run(arguments.ranks, arguments.folder, arguments.dtype, arguments.result)
         case "speed":
             speed(arguments.ranks, arguments.model)
+        case "kill":
+            asyncio.run(kill(arguments.ranks))
         case "replicas":
             replicas(arguments.ranks)
 
