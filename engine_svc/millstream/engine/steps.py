@@ -1,0 +1,239 @@
+"""Steps: one step of a model on a device, from the slots' state to their next.
+
+    slots.apply(plan) -> batch(layout) -> model -> sample -> slots.advance
+
+A step of decodes alone is the same in one CUDA graph (graphs.py), one with chunks too where that
+pays (chunk_graphs.py). Where some row's logits are edited or scored (slot_edits.py), a graph ends
+with the logits and the rest is queued behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from millstream.engine.attention import KVCache
+from millstream.engine.chunk_graphs import ChunkGraphs, most_tokens
+from millstream.engine.graphs import DecodeGraphs, Kind, Record
+from millstream.engine.hardware import ResolvedConfig
+from millstream.engine.layout import BatchLayout
+from millstream.engine.logprobs import StepScores
+from millstream.engine.models import DecoderModel, Hidden
+from millstream.engine.ops import Ops
+from millstream.engine.plan import Plan
+from millstream.engine.sampling import sample
+from millstream.engine.shard_sampling import ShardSampler
+from millstream.engine.slot_edits import SlotEdits
+from millstream.engine.slots import SlotTable
+from millstream.engine.uploads import Ints
+
+
+class Sampled(NamedTuple):
+    """What a step leaves on the device."""
+
+    token_ids: torch.Tensor  # [R] int64
+    scores: StepScores | None = None  # of a step whose logits were edited or scored
+
+
+class Steps:
+    """Computes steps; used by one thread, on one stream."""
+
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        model: DecoderModel,
+        ops: Ops,
+        slots: SlotTable,
+        edits: SlotEdits,
+        kv_cache: KVCache,
+        shards: ShardSampler | None,
+    ) -> None:
+        """shards: samples where the vocabulary is spread over ranks."""
+        self._resolved = resolved
+        self.model = model
+        self._ops = ops
+        self.slots = slots
+        self.edits = edits
+        self.kv_cache = kv_cache
+        self._shards = shards
+        self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
+        # What graphs of Kind.LOGITS leave, one for all: a graph's own would stay as long as it.
+        self._logits: torch.Tensor | None = None
+
+    def use_graphs(self, record: Record) -> None:
+        """From now on; none is recorded yet."""
+        resolved, padding_slot = self._resolved, self.slots.padding_slot
+        self.graphs = DecodeGraphs(
+            self.decode,
+            record,
+            sizes=resolved.batch_sizes,
+            padding_slot=padding_slot,
+            device=resolved.device,
+        )
+        if self._shards is None:
+            most = most_tokens(self.model.config)
+            self.chunk_graphs = ChunkGraphs(
+                self.chunks,
+                record,
+                max_tokens=min(most, resolved.max_num_batched_tokens),
+                max_decodes=resolved.max_num_seqs,
+                padding_slot=padding_slot,
+                device=resolved.device,
+            )
+
+    def use_no_graphs(self) -> None:
+        """Frees them."""
+        self.graphs = self.chunk_graphs = self._logits = None
+
+    def take(self, plan: Plan) -> BatchLayout:
+        """Takes over what a plan says of slots; returns what `run` computes."""
+        if plan.starts:
+            self.edits.start(plan.starts)
+        graphs = self.chunk_graphs
+        return self.slots.apply(plan, None if graphs is None else graphs.choose)
+
+    def run(self, layout: BatchLayout) -> Sampled:
+        """Computes a step from the slots' state, and leaves there what the next one reads."""
+        slots, host = self.slots, layout.host
+        if self.chunk_graphs is not None and layout.padded is not None:
+            return Sampled(self.chunk_graphs(layout))
+        if host.special:
+            positions = slots.sample_positions(layout)
+            if self.edits.wanted(layout, positions):
+                return self._edited_step(layout, positions)
+        if self.graphs is not None and not host.plan.chunks:
+            return Sampled(self._decode_in_graph(self.graphs, layout))
+        return Sampled(self._compute(layout, filtered=host.has_filters))
+
+    def _compute(self, layout: BatchLayout, *, filtered: bool) -> torch.Tensor:
+        """Any step without edits: token ids [R]."""
+        batch = self.slots.batch(layout)
+        logits = self.model(batch, self.kv_cache)
+        after = batch.positions[layout.sample_rows] + 1
+        if self._shards is None:
+            token_ids = self._sample(layout, logits, after, filtered=filtered)
+        else:
+            token_ids = self._sample_shards(self._shards, layout, logits, after)
+        self.slots.advance(batch, layout.sample_slots, token_ids)
+        return token_ids
+
+    def _decode_in_graph(self, graphs: DecodeGraphs, layout: BatchLayout) -> torch.Tensor:
+        """A step of decodes alone: token ids [R]."""
+        slots, ops, shards = self.slots, self._ops.on_slots, self._shards
+        if shards is None or not layout.host.plan.whole_rows:
+            return graphs(layout, Kind.FILTERED if layout.host.has_filters else Kind.PLAIN)
+        assert ops is not None, "resolve chose graphs for ops that can"
+        logits = graphs(layout, Kind.LOGITS)
+        after = slots.state.computed[layout.slots] + 1
+        token_ids = shards.sample_whole(logits, lambda whole: self._sample(layout, whole, after))
+        ops.advance(layout.slots, token_ids, slots.state)
+        return token_ids
+
+    def _edited_step(self, layout: BatchLayout, positions: Ints) -> Sampled:
+        """The same where logits are edited or scored before tokens are sampled."""
+        slots, edits, ops = self.slots, self.edits, self._ops.on_slots
+        if self.graphs is not None and ops is not None and not layout.host.plan.chunks:
+            logits = self.graphs(layout, Kind.LOGITS)
+            after = slots.state.computed[layout.slots] + 1
+            token_ids = self._of_whole_rows(
+                logits, functools.partial(self._edit_and_sample, layout, positions, after)
+            )
+            ops.advance(layout.slots, token_ids, slots.state)
+            return Sampled(token_ids, edits.scores(None))
+        batch = slots.batch(layout)
+        hidden = self.model.hidden(batch, self.kv_cache)
+        logits = self.model.logits(hidden, batch.sample_rows)
+        after = batch.positions[layout.sample_rows] + 1
+        token_ids = self._of_whole_rows(
+            logits, functools.partial(self._edit_and_sample, layout, positions, after)
+        )
+        slots.advance(batch, layout.sample_slots, token_ids)
+        return Sampled(token_ids, edits.scores(functools.partial(self._whole_logits, hidden)))
+
+    def _of_whole_rows(
+        self, logits: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return sample(logits) if self._shards is None else self._shards.sample_whole(logits, sample)
+
+    def _edit_and_sample(
+        self,
+        layout: BatchLayout,
+        positions: Ints,
+        positions_on_device: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Token ids [R] of logits [R, vocab_size], after edits."""
+        edited = self.edits.edit(logits, positions)
+        token_ids = self._sample(layout, edited, positions_on_device)
+        self.edits.settle(logits, token_ids)
+        return token_ids
+
+    def _whole_logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] of some tokens of a step."""
+        logits = self.model.logits(hidden, rows)
+        return logits if self._shards is None else self._shards.whole_rows(logits)
+
+    def _sample(
+        self,
+        layout: BatchLayout,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        filtered: bool | None = None,
+    ) -> torch.Tensor:
+        """Token ids [R] of logits [R, vocab_size]. filtered: None is what the layout says."""
+        slots, ops = self.slots, self._ops.on_slots
+        if ops is None:
+            return sample(logits.float(), positions, slots.sampling_rows(layout))
+        return ops.sample(
+            logits,
+            positions,
+            layout.sample_slots,
+            slots.sampling,
+            filtered=layout.host.has_filters if filtered is None else filtered,
+        )
+
+    def _sample_shards(
+        self,
+        shards: ShardSampler,
+        layout: BatchLayout,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Token ids [R] of this rank's logits."""
+        slots, ops = self.slots, self._ops.on_slots
+        if layout.host.plan.whole_rows:
+            return shards.sample_whole(logits, lambda whole: self._sample(layout, whole, positions))
+        if ops is None:
+            return shards.sample(logits.float(), positions, slots.sampling_rows(layout))
+        return shards.sample_slots(logits, positions, layout.sample_slots, slots.sampling, ops)
+
+    def decode(self, slots: torch.Tensor, kind: Kind) -> torch.Tensor:
+        """The step that a CUDA graph records: `slots` [n] decode."""
+        table, ops = self.slots, self._ops.on_slots
+        assert ops is not None, "resolve chose graphs for ops that can"
+        batch = table.decode_batch(slots, ops)
+        logits = self.model(batch, self.kv_cache)
+        if kind is Kind.LOGITS:
+            if self._logits is None:
+                shape = (self._resolved.max_num_seqs, logits.shape[1])
+                self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+            return self._logits[: len(slots)].copy_(logits)
+        positions = batch.context_lens  # a context's length is the position of the token after it
+        if self._shards is None:
+            filtered = kind is Kind.FILTERED
+            token_ids = ops.sample(logits, positions, slots, table.sampling, filtered=filtered)
+        else:
+            token_ids = self._shards.sample_slots(logits, positions, slots, table.sampling, ops)
+        ops.advance(slots, token_ids, table.state)
+        return token_ids
+
+    def chunks(self, layout: BatchLayout, kind: Kind) -> torch.Tensor:
+        """The step that a CUDA graph records: chunks and decodes, filled up."""
+        token_ids = self._compute(layout, filtered=kind is Kind.FILTERED)
+        self.slots.rest_padding()
+        return token_ids
