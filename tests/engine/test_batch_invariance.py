@@ -40,7 +40,7 @@ def test_logits_are_the_same_bits(family: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, family, **SHAPE, **biases)
     runner = load(tmp_path, **OPTIONS)
     seen: list[torch.Tensor] = []
-    runner._model.register_forward_hook(lambda module, arguments, output: seen.append(output))
+    runner._steps.model.register_forward_hook(lambda module, arguments, output: seen.append(output))
     greedy = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
     run(runner, PROMPTS, greedy)
     run(runner, PROMPTS[1:2], greedy)

@@ -270,7 +270,7 @@ def test_row_62_penalties_are_on_the_right_tokens(
     """Prompt A A A, A slightly above B: presence and frequency count the output alone, repetition
     the prompt too."""
     with load(folder) as llm:
-        llm._core._runner._model = _FixedModel(256, {5: 1.0, 6: 0.9})  # type: ignore[attr-defined]
+        llm._core._runner._steps.model = _FixedModel(256, {5: 1.0, 6: 0.9})  # type: ignore[attr-defined]
         params = SamplingParams(max_tokens=3, temperature=0, **options)
         (output,) = generate(llm, [[5, 5, 5]], params)
     assert output["token_ids"] == expected
@@ -279,7 +279,7 @@ def test_row_62_penalties_are_on_the_right_tokens(
 def test_row_65_one_meaning(folder: Path) -> None:
     """Logits 2, 1, 0, temperature 0.5, top_p 0.5: log_softmax of the raw ones."""
     with load(folder) as llm:
-        llm._core._runner._model = _FixedModel(256, {7: 2.0, 8: 1.0, 9: 0.0})  # type: ignore[attr-defined]
+        llm._core._runner._steps.model = _FixedModel(256, {7: 2.0, 8: 1.0, 9: 0.0})  # type: ignore[attr-defined]
         params = SamplingParams(max_tokens=1, temperature=0.5, top_p=0.5, logprobs=2)
         (output,) = generate(llm, [[5]], params)
     wanted = torch.tensor([2.0, 1.0, 0.0]).log_softmax(0).tolist()
@@ -316,7 +316,7 @@ def test_a_grammar_is_followed_token_by_token(folder: Path, ahead: bool) -> None
     outputs = []
     for blocks in (100, 12):
         with load(folder, ahead, kv_cache_bytes=blocks * BLOCK_BYTES) as llm:
-            llm._core._runner._edits._grammars = CountingGrammars()  # type: ignore[attr-defined]
+            llm._core._runner._steps.edits._grammars = CountingGrammars()  # type: ignore[attr-defined]
             samples = [
                 llm._samples(PROMPTS[i], SamplingParams(max_tokens=12, seed=i, temperature=1.0))[0]
                 for i in range(4)

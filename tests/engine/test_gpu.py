@@ -90,13 +90,13 @@ def test_chunks_in_graphs(folder: Path) -> None:
     expected = reference(folder, prompts)
     with load(folder, max_num_batched_tokens=150, prefix_caching=False) as llm:
         runner: Any = llm._core._runner
-        data = runner._kv_cache.data
+        data = runner._steps.kv_cache.data
         for _ in range(3):
             with torch.inference_mode():
                 data.fill_(float("nan"))
             torch.cuda.synchronize()
             assert generate(llm, prompts, GREEDY) == expected
-            assert runner._chunk_graphs._graphs
+            assert runner._steps.chunk_graphs._graphs
         per_block = data.isfinite().flatten(4).all(-1).all(0).all(0).sum(1)
         assert int(per_block[1:].sum()) == sum(len(prompt) + 23 for prompt in prompts)
 
@@ -128,7 +128,7 @@ def test_row_42_padding_rows_write_to_scratch_alone(folder: Path) -> None:
     with load(folder, max_num_seqs=8, prefix_caching=False) as llm:
         expected = generate(llm, prompts, params)
         runner: Any = llm._core._runner
-        data = runner._kv_cache.data
+        data = runner._steps.kv_cache.data
         with torch.inference_mode():
             data.fill_(float("nan"))
         torch.cuda.synchronize()

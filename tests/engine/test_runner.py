@@ -273,7 +273,7 @@ def test_two_models_in_one_process(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_on_the_cpu(folder: Path, dtype: str) -> None:
     runner = load(folder, dtype=dtype)
-    assert runner._kv_cache.data.dtype is getattr(torch, dtype)
+    assert runner._steps.kv_cache.data.dtype is getattr(torch, dtype)
     assert [len(output) for output in run(runner, PROMPTS)] == [12] * 4
 
 
@@ -381,11 +381,11 @@ def testwarm_up_plan(folder: Path, num_tokens: int, num_seqs: int, max_model_len
 
 def test_the_scratch_block_alone_is_enough_for_a_warm_up(folder: Path) -> None:
     runner = load(folder)
-    shape = list(runner._kv_cache.data.shape)
+    shape = list(runner._steps.kv_cache.data.shape)
     shape[2] = 1
-    runner._kv_cache = KVCache.of(torch.zeros(shape))
-    runner._slots = SlotTable(max_num_seqs=256, max_model_len=512, block_size=4, device=CPU)
+    runner._steps.kv_cache = KVCache.of(torch.zeros(shape))
+    runner._steps.slots = SlotTable(max_num_seqs=256, max_model_len=512, block_size=4, device=CPU)
     plan = warm_up_plan(runner._resolved, 300)
     with torch.inference_mode():
-        token_ids = runner._step(runner._take(plan)).token_ids
+        token_ids = runner._steps.run(runner._steps.take(plan)).token_ids
     assert len(token_ids) == 256

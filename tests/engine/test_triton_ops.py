@@ -66,27 +66,27 @@ class FakeGraph:
 
 def add_fake_graphs(runner: ModelRunner) -> DecodeGraphs:
     with torch.inference_mode():
-        runner._graphs = DecodeGraphs(
-            runner._decode,
+        runner._steps.graphs = DecodeGraphs(
+            runner._steps.decode,
             FakeGraph,
             sizes=runner._resolved.batch_sizes,
-            padding_slot=runner._slots.padding_slot,
+            padding_slot=runner._steps.slots.padding_slot,
             device=CPU,
         )
-    return runner._graphs
+    return runner._steps.graphs
 
 
 def add_fake_chunk_graphs(runner: ModelRunner) -> ChunkGraphs:
-    runner._chunk_graphs = ChunkGraphs(
-        runner._chunk_step,
+    runner._steps.chunk_graphs = ChunkGraphs(
+        runner._steps.chunks,
         FakeGraph,
         max_tokens=64,
         max_chunks=4,
         max_decodes=runner._resolved.max_num_seqs,
-        padding_slot=runner._slots.padding_slot,
+        padding_slot=runner._steps.slots.padding_slot,
         device=CPU,
     )
-    return runner._chunk_graphs
+    return runner._steps.chunk_graphs
 
 
 GREEDY = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -171,17 +171,17 @@ def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:
     sampling = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
     expected = run(load(folder), prompts, sampling)
     with torch.inference_mode():
-        runner._kv_cache.data.fill_(float("nan"))
+        runner._steps.kv_cache.data.fill_(float("nan"))
     assert run(runner, prompts, sampling) == expected
     assert [*graphs._graphs] == [(4, Kind.PLAIN)]
-    written = runner._kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
+    written = runner._steps.kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
     per_block = written.all(0).all(0).view(-1, 16).sum(1).tolist()
     assert written.any(0).any(0).sum() == sum(per_block), "a token has both key and value"
     assert per_block[0] == 1, "the padding slot is at position 0 of the scratch block"
     assert sum(per_block[1:]) == sum(len(prompt) + 50 - 1 for prompt in prompts)
-    padding = runner._slots.padding_slot
-    assert runner._slots._computed[padding] == runner._slots._last_tokens[padding] == 0
-    assert not runner._slots._block_tables[padding].any()
+    padding = runner._steps.slots.padding_slot
+    assert runner._steps.slots._computed[padding] == runner._steps.slots._last_tokens[padding] == 0
+    assert not runner._steps.slots._block_tables[padding].any()
 
 
 def test_chunks_in_graphs_give_the_same_tokens(folder: Path) -> None:
@@ -211,14 +211,14 @@ def test_row_42_padding_of_chunks_touches_nothing_but_scratch(folder: Path) -> N
         graphs.record_largest()
         bucket = next(key for key, _ in graphs._graphs)
         graphs.choose = lambda host: bucket if len(host.plan.chunks) else None  # type: ignore[method-assign]
-        runner._kv_cache.data.fill_(float("nan"))
+        runner._steps.kv_cache.data.fill_(float("nan"))
     assert run(runner, prompts, sampling) == expected
-    written = runner._kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
+    written = runner._steps.kv_cache.data.isfinite().flatten(2, 3).all(-1).all(-1)
     per_block = written.all(0).all(0).view(-1, 16).sum(1).tolist()
     assert per_block[0] == 1, "the padding slot is at position 0 of the scratch block"
     assert sum(per_block[1:]) == sum(len(prompt) + 3 - 1 for prompt in prompts)
-    padding = runner._slots.padding_slot
-    assert runner._slots._computed[padding] == runner._slots._last_tokens[padding] == 0
+    padding = runner._steps.slots.padding_slot
+    assert runner._steps.slots._computed[padding] == runner._steps.slots._last_tokens[padding] == 0
 
 
 @pytest.mark.parametrize("largest", [64, 65, 100, 2048, 8192, 9000])
@@ -240,7 +240,7 @@ def test_a_steady_batch_writes_the_graphs_input_once(folder: Path) -> None:
         layouts.append(layout)
         return call(layout, kind)
 
-    runner._graphs = spy  # type: ignore[assignment]
+    runner._steps.graphs = spy  # type: ignore[assignment]
     run(runner, PROMPTS[:2], GREEDY)
     assert len(layouts) == 4 and len(set(map(id, layouts))) == 1
 
@@ -255,7 +255,7 @@ def test_few_rows_of_float16_take_the_gemm_kernels(family: str, tmp_path: Path) 
     logits = {}
     for backend in ("torch", "triton"):
         runner = load(tmp_path, dtype="float16", attention_backend=backend)
-        table = runner._slots
+        table = runner._steps.slots
         starts = (
             SlotStart(
                 slot=2,
@@ -270,10 +270,12 @@ def test_few_rows_of_float16_take_the_gemm_kernels(family: str, tmp_path: Path) 
         with torch.inference_mode():
             layout = table.apply(Plan(step=1, starts=starts, chunks=(chunk,)))
             batch = table.batch(layout)
-            first = runner._model(batch, runner._kv_cache)
+            first = runner._steps.model(batch, runner._steps.kv_cache)
             table.advance(batch, layout.sample_slots, torch.tensor([77]))
             table.note_advance(layout)
             batch = table.batch(table.apply(Plan(step=2, decode_slots=(2,))))
-            logits[backend] = torch.cat((first, runner._model(batch, runner._kv_cache))).float()
+            logits[backend] = torch.cat(
+                (first, runner._steps.model(batch, runner._steps.kv_cache))
+            ).float()
     expected = logits["torch"]
     assert (logits["triton"] - expected).abs().max() < 0.05 * expected.std()
