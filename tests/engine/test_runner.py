@@ -256,9 +256,9 @@ def test_row_42_what_the_cache_held_before_never_leaks(folder: Path) -> None:
     expected = run(load(folder), PROMPTS)
     dirty = load(folder, max_num_batched_tokens=10)
     with torch.inference_mode():
-        dirty._kv_cache.data.fill_(float("nan"))
+        dirty._steps.kv_cache.data.fill_(float("nan"))
     assert run(dirty, PROMPTS) == expected
-    written = dirty._kv_cache.data[0, 0].isfinite().all(dim=(1, 2, 3)).nonzero().flatten()
+    written = dirty._steps.kv_cache.data[0, 0].isfinite().all(dim=(1, 2, 3)).nonzero().flatten()
     assert len(written) <= 1 + sum(-(-(len(p) + 12) // 4) for p in PROMPTS)
 
 

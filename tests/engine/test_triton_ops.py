@@ -135,7 +135,7 @@ def test_edited_batches_are_torchs_and_end_in_graphs_of_their_own(folder: Path) 
     assert run(triton, PROMPTS, samplings) == expected
     kinds = {kind for _, kind in graphs._graphs}
     assert {Kind.LOGITS, Kind.PLAIN} <= kinds
-    assert triton._logits is not None and len(triton._logits) == 6
+    assert triton._steps._logits is not None and len(triton._steps._logits) == 6
     alone = run(load(folder), PROMPTS[1:2], samplings[1:2])
     assert expected[1] == alone[0]
 
