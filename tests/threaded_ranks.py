@@ -12,6 +12,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from millstream.engine.collectives import GlooGroup
@@ -27,6 +28,7 @@ class ThreadedRanks:
 
     def __init__(self, config: EngineConfig, model_dir: Path | None) -> None:
         size = config.tensor_parallel_size
+        self._num_threads = torch.get_num_threads()
         store = dist.HashStore()
         self.others: list[ModelRunner] = []
         self._queues: list[queue.SimpleQueue[array[int] | None]]
@@ -77,6 +79,7 @@ class ThreadedRanks:
         for thread in self._threads:
             thread.join()
         self.first.close()
+        torch.set_num_threads(self._num_threads)
 
 
 def create(config: EngineConfig, model_dir: Path | None) -> ThreadedRanks:

@@ -12,6 +12,7 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.hardware import (
     Hardware,
     LoadError,
+    check_devices,
     cpu_kv_bytes,
     detect,
     num_kv_blocks,
@@ -90,6 +91,15 @@ def test_batch_invariance_is_refused_where_it_cannot_be(monkeypatch: pytest.Monk
             resolve(EngineConfig(batch_invariant=True, **options), machine, model)  # type: ignore[arg-type]
     assert resolve(EngineConfig(batch_invariant=True), LARGE_GPU, MODEL).batch_invariant
     assert not resolve(EngineConfig(), LARGE_GPU, MODEL).batch_invariant
+
+
+def test_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_devices("cpu", 100)
+    monkeypatch.setattr("millstream.engine.hardware.detect", lambda _: LARGE_GPU)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    check_devices("auto", 2)
+    with pytest.raises(LoadError, match=r"^tensor_parallel_size: 3 ranks need as many GPUs, and"):
+        check_devices("auto", 3)
 
 
 def test_detect() -> None:

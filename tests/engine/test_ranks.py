@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.engine_processes import alive
 from tests.rank_processes import all_end, rank_pids, shared_memory, wait_for_ranks
 from tests.tiny_models import make_tiny_model
@@ -49,7 +50,7 @@ def test_processes_compute_what_one_does(folder: Path) -> None:
         greedy, sampled = generate(llm, GREEDY), generate(llm, params)
     block_bytes = 2 * 2 * 4 * 1 * 16 * 4  # of a rank, which has one KV head
     options = {**OPTIONS, "kv_cache_bytes": 24 * block_bytes}
-    before = shared_memory()
+    before, num_threads = shared_memory(), torch.get_num_threads()
     with LLM(folder, tensor_parallel_size=2, **options) as llm:
         assert generate(llm, GREEDY) == greedy
         assert generate(llm, params) == sampled
@@ -60,6 +61,7 @@ def test_processes_compute_what_one_does(folder: Path) -> None:
         assert len(ranks) == 1
     assert not any(map(alive, ranks))
     assert shared_memory() <= before
+    assert torch.get_num_threads() == num_threads
 
 
 def test_the_default_model_over_three_ranks(default_model_dir: Path) -> None:

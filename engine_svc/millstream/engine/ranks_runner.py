@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from millstream.engine import startup
 from millstream.engine.collectives import make_group, open_store
 from millstream.engine.config import EngineConfig
@@ -28,11 +30,15 @@ from millstream.engine.shard_sampling import RowNeeds
 class RanksRunner:
     """A plan.Runner."""
 
-    def __init__(self, first: ModelRunner, ring: RingWriter, processes: RankProcesses) -> None:
+    def __init__(
+        self, first: ModelRunner, ring: RingWriter, processes: RankProcesses, num_threads: int
+    ) -> None:
+        """num_threads: that torch had before it shared the cores with the other ranks."""
         self.info = first.info
         self._first = first
         self._ring = ring
         self._processes = processes
+        self._num_threads = num_threads
         self._encoder = PlanEncoder()
         self._needs = RowNeeds(first.info.max_num_seqs)
 
@@ -64,6 +70,7 @@ class RanksRunner:
         self._processes.close()
         self._ring.close()
         self._first.close()
+        torch.set_num_threads(self._num_threads)
 
 
 def load(
@@ -75,7 +82,7 @@ def load(
 ) -> RanksRunner:
     """Loads rank 0's part and waits for the others'. Takes everything over: if it raises, it has
     closed it all. Raises as ranks.create_runner."""
-    size = config.tensor_parallel_size
+    size, num_threads = config.tensor_parallel_size, torch.get_num_threads()
 
     def meet() -> Any:
         processes.wait_loaded()
@@ -98,4 +105,4 @@ def load(
             ring.close()
             listener.close()
         raise
-    return RanksRunner(first, ring, processes)
+    return RanksRunner(first, ring, processes, num_threads)
