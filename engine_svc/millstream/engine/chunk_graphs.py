@@ -7,7 +7,8 @@ it, filled up with tokens and decodes of the padding slot:
     tokens   [chunk 0 | chunk 1 | padding   ][decode 0 | decode 1 | padding]
               0 .................. bucket.tokens ............. + bucket.decodes
 
-A bucket is recorded when it is first needed.
+A bucket is recorded when it is first needed; those without decodes when the engine is idle, so that
+even a first prompt finds its graph.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from millstream.engine.plan import Plan
 MAX_CHUNKS = 32  # a step of as many or more runs without a graph
 _FEWEST_TOKENS = 64  # more than chunks: rows that sample are then never all rows
 _BUCKETS_AN_OCTAVE = 4
-MOST_GRAPHS = 64
+MOST_GRAPHS = 96
 # Products that take about as long as their launch, at 600 TFLOP/s: 17 ms.
 _LAUNCH_FLOP = 1e13
 
@@ -105,6 +106,15 @@ class ChunkGraphs:
         """That of the bucket that takes most memory."""
         largest = self._bucket(self._token_sizes[-1], self._decode_sizes[-1])
         self._graph((largest, Kind.PLAIN))
+
+    def record_next(self) -> bool:
+        """Records the smallest bucket without decodes that is not yet; False if none is left."""
+        for tokens in self._token_sizes:
+            key = (self._bucket(tokens, 0), Kind.PLAIN)
+            if key not in self._graphs and len(self._graphs) < MOST_GRAPHS:
+                self._graph(key)
+                return True
+        return False
 
     def __call__(self, layout: BatchLayout) -> torch.Tensor:
         """Runs a step that `choose` found a bucket for; its sampled ids [R]."""

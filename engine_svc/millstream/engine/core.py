@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from millstream.engine.plan import Runner
+from millstream.engine.plan import PreparesAhead, Runner
 from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, GrammarSpec, Request
@@ -72,6 +72,11 @@ class EngineCore:
         record = scheduler.apply(runner.collect(), self._clock())
         record.finished[:0] = earlier
         return record
+
+    def prepare_ahead(self) -> bool:
+        """As PreparesAhead.prepare_ahead: something useful to do while there is no work."""
+        runner = self._runner
+        return isinstance(runner, PreparesAhead) and runner.prepare_ahead()
 
     @property
     def has_work(self) -> bool:

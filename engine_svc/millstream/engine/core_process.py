@@ -123,6 +123,7 @@ def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
     while True:
         asked: list[int] = []
         if not core.has_work:
+            use_idle_time(core, commands)
             _obey(core, commands.get(), asked, channel, commands)
         while not commands.empty():
             _obey(core, commands.get(), asked, channel, commands)
@@ -132,6 +133,12 @@ def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
         # After the step, which tells of what ended: no gauge is ahead of what streams were sent.
         for token in asked:
             channel.send(StatsRecord(token, core.stats()))
+
+
+def use_idle_time(core: EngineCore, commands: Commands) -> None:
+    """Prepares for later steps until the next command is there, or nothing is left to prepare."""
+    while commands.empty() and core.prepare_ahead():
+        pass
 
 
 def _obey(

@@ -74,11 +74,18 @@ class DecodeGraphs:
 
     def record(self, is_time_left: Callable[[], bool]) -> None:
         """Records the largest graph and that of a single sequence, then others while there is time;
-        the rest are recorded when they are first needed."""
-        first = (self._sizes[-1], self._sizes[0])
-        for size in (*first, *reversed(self._sizes[1:-1])):
-            if size in first or is_time_left():
-                self._graph(size, Kind.PLAIN)
+        the rest are recorded when they are first needed, or by record_next."""
+        self._graph(self._sizes[-1], Kind.PLAIN)
+        self._graph(self._sizes[0], Kind.PLAIN)
+        while is_time_left() and self.record_next():
+            pass
+
+    def record_next(self) -> bool:
+        """Records the smallest graph that is not yet; False if there is none left."""
+        size = next((size for size in self._sizes if (size, Kind.PLAIN) not in self._graphs), None)
+        if size is not None:
+            self._graph(size, Kind.PLAIN)
+        return size is not None
 
     def __call__(self, layout: BatchLayout, kind: Kind) -> torch.Tensor:
         """Runs a step of decodes alone; its output, which the next call overwrites."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from millstream.engine.request import GrammarSpec, Sampling
 
@@ -138,3 +138,12 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Frees what the runner holds."""
+
+
+@runtime_checkable
+class PreparesAhead(Protocol):
+    """A runner that can use the time in which there is nothing to run."""
+
+    def prepare_ahead(self) -> bool:
+        """Does a piece of what a later step would have to do first, of some ten milliseconds. False
+        if there is none left. Only while no step is launched."""

@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 # A CPU's steps are alike from the first on: its warm-up only proves that the model runs.
 _CPU_WARM_UP_TOKENS = 16
-# Time to record CUDA graphs at start; those that are left are recorded when they are first needed.
-_RECORDING_S = 1.5
+# Time to record CUDA graphs at start; others are recorded while the engine is idle, or when they
+# are first needed.
+_RECORDING_S = 0.3
 # What a graph takes that fits in the largest one's memory pool: its nodes, attention's workspace.
 _GRAPH_BYTES = 8 << 20
 
@@ -131,6 +132,11 @@ class ModelRunner:
 
     def collect(self) -> StepResult:
         return self._results.take()
+
+    @torch.inference_mode()
+    def prepare_ahead(self) -> bool:
+        with self._stream:
+            return self._steps.record_next()
 
     def close(self) -> None:
         """Frees the model and the KV cache. Nothing may be called afterwards."""

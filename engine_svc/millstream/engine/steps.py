@@ -85,6 +85,14 @@ class Steps:
                 device=resolved.device,
             )
 
+    def record_next(self) -> bool:
+        """Records a graph that may be needed; False if there is none left."""
+        if self.graphs is None or self._shards is not None:  # ranks record together
+            return False
+        if self.graphs.record_next():
+            return True
+        return self.chunk_graphs is not None and self.chunk_graphs.record_next()
+
     def use_no_graphs(self) -> None:
         """Frees them."""
         self.graphs = self.chunk_graphs = self._logits = None

@@ -1,0 +1,103 @@
+"""Which CUDA graphs are recorded, and when; what a graph computes is another test's business."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+import torch
+from tests.fake_runners import FakeRunner
+
+from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_sizes
+from millstream.engine.config import EngineConfig
+from millstream.engine.core import EngineCore
+from millstream.engine.core_process import Commands, use_idle_time
+from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
+from millstream.engine.layout import BatchLayout
+from millstream.engine.records import AskStats
+
+CPU = torch.device("cpu")
+
+
+class FakeGraph:
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        self.output = step()
+
+    def replay(self) -> None:
+        raise AssertionError("nothing is to run")
+
+
+def decode_graphs(seen: list[int]) -> DecodeGraphs:
+    def decode(slots: torch.Tensor, kind: Kind) -> torch.Tensor:
+        assert kind is Kind.PLAIN and set(slots.tolist()) == {20}, "of no sequence"
+        seen.append(len(slots))
+        return slots
+
+    return DecodeGraphs(decode, FakeGraph, sizes=batch_sizes(20), padding_slot=20, device=CPU)
+
+
+def test_at_start_the_largest_and_the_smallest_are_recorded_then_others_in_time() -> None:
+    seen: list[int] = []
+    left = iter([True, True, False])
+    decode_graphs(seen).record(lambda: next(left))
+    assert seen == [20, 1, 2, 4]
+
+
+def test_the_rest_is_recorded_one_by_one() -> None:
+    seen: list[int] = []
+    graphs = decode_graphs(seen)
+    graphs.record(lambda: False)
+    assert [graphs.record_next() for _ in range(5)] == [True, True, True, True, False]
+    assert seen == [20, 1, 2, 4, 8, 16]
+
+
+def test_chunks_without_decodes_are_recorded_one_by_one() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def compute(layout: BatchLayout, kind: Kind) -> torch.Tensor:
+        assert kind is Kind.PLAIN and set(layout.slots.tolist()) == {9}, "of no sequence"
+        num_tokens = len(layout.chunk_token_ids)
+        seen.append((num_tokens, len(layout.rows) - num_tokens))
+        return layout.slots
+
+    graphs = ChunkGraphs(
+        compute, FakeGraph, max_tokens=200, max_decodes=9, padding_slot=9, device=CPU
+    )
+    graphs.record_largest()
+    while graphs.record_next():
+        pass
+    assert seen == [(200, 9), *((tokens, 0) for tokens in token_sizes(200))]
+    assert decode_sizes(9) == [0, 9]
+
+
+class Preparing(FakeRunner):
+    left = 2
+
+    def prepare_ahead(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+def test_a_core_prepares_ahead_if_its_runner_can() -> None:
+    def core_of(runner: type[FakeRunner]) -> EngineCore:
+        return EngineCore(runner(EngineConfig(), lambda plan: None), prefix_caching=False)
+
+    assert not core_of(FakeRunner).prepare_ahead()
+    core = core_of(Preparing)
+    assert [core.prepare_ahead() for _ in range(3)] == [True, True, False]
+
+
+def test_a_command_ends_the_preparations() -> None:
+    commands: Commands = queue.SimpleQueue()
+    calls: list[int] = []
+
+    class Endless(FakeRunner):
+        def prepare_ahead(self) -> bool:
+            calls.append(1)
+            if len(calls) == 3:
+                commands.put(AskStats(token=1))
+            return True
+
+    core = EngineCore(Endless(EngineConfig(), lambda plan: None), prefix_caching=False)
+    use_idle_time(core, commands)
+    assert len(calls) == 3
