@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,11 @@ class ThreadedRanks:
         self._needs = RowNeeds(self.info.max_num_seqs)
         self._encoder = PlanEncoder()
         self.num_whole = 0  # steps whose rows were gathered
+
+    def wait_loaded(self) -> None:
+        """Until `others` are all there."""
+        while len(self.others) < len(self._threads):
+            time.sleep(0.001)
 
     def _run(
         self,
