@@ -90,10 +90,16 @@ class ChunkGraphs:
         self._graphs: dict[_Key, tuple[BatchLayout, Graph]] = {}
 
     def choose(self, host: HostLayout) -> Bucket | None:
-        """The bucket for a step with chunks; None: it is to run without a graph."""
+        """The bucket for a step with chunks; None: it is to run without a graph. The same on every
+        rank: what is special is among the whole rows of a plan that ranks have."""
         num_chunks = len(host.plan.chunks)
         num_tokens, num_decodes = int(host.query_starts[num_chunks]), len(host.slots) - num_chunks
-        if host.special or num_chunks >= self._max_chunks or num_tokens > self._token_sizes[-1]:
+        if (
+            host.plan.whole_rows
+            or host.special
+            or num_chunks >= self._max_chunks
+            or num_tokens > self._token_sizes[-1]
+        ):
             return None
         bucket = self._bucket(
             _smallest(self._token_sizes, num_tokens), _smallest(self._decode_sizes, num_decodes)

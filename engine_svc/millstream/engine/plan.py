@@ -67,7 +67,8 @@ class Plan:
     chunks: tuple[Chunk, ...] = ()
     # Slots that advance by one token, which is the one that the slot sampled last.
     decode_slots: tuple[int, ...] = ()
-    # Set by a runner of several ranks: some row needs all of its logits in one place to be sampled.
+    # Set by a runner of several ranks: a slot of the plan needs all of a row's logits in one place
+    # when it samples.
     whole_rows: bool = False
 
     @property

@@ -29,14 +29,15 @@ class RowNeeds:
         self._decodes: tuple[tuple[int, ...], bool] = ((), False)  # those asked for last
 
     def whole_rows(self, plan: Plan) -> bool:
-        """Whether a row that the plan samples does. Plans come in their order."""
+        """Whether a slot of the plan does, though it may not sample yet: all ranks treat the step
+        alike. Plans come in their order."""
         slots = self._slots
         for start in plan.starts:
             slots[start.slot] = needs_whole_row(start)
         if plan.starts or plan.decode_slots is not self._decodes[0]:
             some = any(slots[slot] for slot in plan.decode_slots)
             self._decodes = plan.decode_slots, some
-        return self._decodes[1] or any(slots[each.slot] for each in plan.chunks if each.samples)
+        return self._decodes[1] or any(slots[chunk.slot] for chunk in plan.chunks)
 
 
 def needs_whole_row(start: SlotStart) -> bool:

@@ -74,16 +74,14 @@ class Steps:
             padding_slot=padding_slot,
             device=resolved.device,
         )
-        if self._shards is None:
-            most = most_tokens(self.model.config)
-            self.chunk_graphs = ChunkGraphs(
-                self.chunks,
-                record,
-                max_tokens=min(most, resolved.max_num_batched_tokens),
-                max_decodes=resolved.max_num_seqs,
-                padding_slot=padding_slot,
-                device=resolved.device,
-            )
+        self.chunk_graphs = ChunkGraphs(
+            self.chunks,
+            record,
+            max_tokens=min(most_tokens(self.model.config), resolved.max_num_batched_tokens),
+            max_decodes=resolved.max_num_seqs,
+            padding_slot=padding_slot,
+            device=resolved.device,
+        )
 
     def record_next(self) -> bool:
         """Records a graph that may be needed; False if there is none left."""
