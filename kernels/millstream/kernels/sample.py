@@ -117,6 +117,16 @@ def _blocks_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def of_the_row(logit: tl.tensor, score: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Scores of parts of a row, each relative to its part's largest `logit`, made relative to the
+    row's; a greedy row's stay."""
+    if temperature > 0:
+        relative = (logit - tl.max(logit, axis=0)) * (1 / temperature) + score
+        score = tl.where(logit > float("-inf"), relative, float("-inf"))
+    return score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _reduce_kernel(
     slots_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
@@ -140,10 +150,7 @@ def _reduce_kernel(
     temperature = tl.load(temperatures_ptr + slot * temperatures_stride)
     logit = tl.load(best_logit_ptr + at, mask=block < num_blocks, other=float("-inf"))
     score = tl.load(best_score_ptr + at, mask=block < num_blocks, other=float("-inf"))
-    if temperature > 0:
-        relative = (logit - tl.max(logit, axis=0)) * (1 / temperature) + score
-        score = tl.where(logit > float("-inf"), relative, float("-inf"))
-    best = tl.argmax(score, axis=0)
+    best = tl.argmax(of_the_row(logit, score, temperature), axis=0)
     # Rows of NaN have no best: whatever comes out is an id.
     token_id = tl.minimum(tl.load(best_id_ptr + row * num_blocks + best), vocab_size - 1)
     tl.store(out_ptr + row, token_id.to(tl.int64))

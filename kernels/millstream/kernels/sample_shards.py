@@ -13,7 +13,7 @@ import triton.language as tl
 
 from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
-from millstream.kernels.sample import BLOCK, _blocks_kernel, _check
+from millstream.kernels.sample import BLOCK, _blocks_kernel, _check, of_the_row
 
 _NUM_WARPS = 4
 
@@ -42,15 +42,12 @@ def _shard_kernel(
     temperature = tl.load(temperatures_ptr + slot * temperatures_stride)
     logit = tl.load(best_logit_ptr + at, mask=block < num_blocks, other=float("-inf"))
     score = tl.load(best_score_ptr + at, mask=block < num_blocks, other=float("-inf"))
-    largest = tl.max(logit, axis=0)
-    if temperature > 0:
-        relative = (logit - largest) * (1 / temperature) + score
-        score = tl.where(logit > float("-inf"), relative, float("-inf"))
+    score = of_the_row(logit, score, temperature)
     best_score, best = tl.max(score, axis=0, return_indices=True)
     # Rows of NaN have no best: whatever comes out is an id.
     best = tl.minimum(best, num_blocks - 1)
     token_id = tl.load(best_id_ptr + row * num_blocks + best)
-    tl.store(out_ptr + row, largest)
+    tl.store(out_ptr + row, tl.max(logit, axis=0))
     tl.store(out_ptr + num_rows + row, best_score)
     tl.store(out_ptr + 2 * num_rows + row, token_id.to(tl.float32))
 
@@ -79,9 +76,7 @@ def _merge_kernel(
     temperature = tl.load(temperatures_ptr + slot * temperatures_stride)
     logit = tl.load(at, mask=inside, other=float("-inf"))
     score = tl.load(at + num_rows, mask=inside, other=float("-inf"))
-    if temperature > 0:
-        relative = (logit - tl.max(logit, axis=0)) * (1 / temperature) + score
-        score = tl.where(logit > float("-inf"), relative, float("-inf"))
+    score = of_the_row(logit, score, temperature)
     best = tl.minimum(tl.argmax(score, axis=0), num_shards - 1)
     token_id = tl.load(shards_ptr + best * (3 * num_rows) + 2 * num_rows + row).to(tl.int64)
     tl.store(out_ptr + row, tl.minimum(token_id, vocab_size - 1))
