@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 from tests.tiny_tokenizers import (
     BYTE_VOCAB_SIZE,
     ENDOFTEXT_ID,
@@ -26,9 +27,15 @@ from tests.tiny_tokenizers import (
     spm_tokenizer,
 )
 
-from millstream.engine import grammar_checker
+from millstream.engine import compiled_grammars, grammar_checker
 from millstream.engine.compiled_grammars import CompiledGrammars
-from millstream.engine.grammar import GrammarState, ParallelFill, compile_grammar, load_vocabulary
+from millstream.engine.grammar import (
+    CompiledGrammar,
+    GrammarState,
+    ParallelFill,
+    compile_grammar,
+    load_vocabulary,
+)
 from millstream.engine.grammar_checker import GrammarChecker
 from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.request import GrammarKind, GrammarSpec
@@ -386,6 +393,27 @@ def test_a_few_are_kept_and_the_others_still_start(grammars: CompiledGrammars) -
         grammars.prepare(each).result(30)
     assert len(grammars._outcomes) <= 129
     assert allowed(grammars.start(specs[0])) == set(byte_ids("a"))
+
+
+def test_one_in_use_is_not_forgotten(
+    grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front end prepares what it prepared lately no second time: only start() hears of it."""
+    used, compiled = spec("regex", "a+"), list[str]()
+    grammars.prepare(used).result(30)
+    for i in range(1, 140):
+        grammars.prepare(spec("regex", f"a{{{i}}}b")).result(30)
+        grammars.start(used)
+    assert used in grammars._outcomes
+
+    def count(vocabulary: LLTokenizer, each: GrammarSpec) -> CompiledGrammar:
+        compiled.append(each.text)
+        return compile_grammar(vocabulary, each)
+
+    monkeypatch.setattr(compiled_grammars, "compile_grammar", count)
+    for _ in range(3):
+        grammars.start(spec("regex", "a{1}b"))
+    assert compiled == ["a{1}b"], "one that was crowded out is kept again"
 
 
 def test_a_slow_grammar_holds_up_no_other(grammars: CompiledGrammars) -> None:

@@ -3,8 +3,9 @@
     prepare(spec)   any thread: a worker checks the grammar (grammar_checker.py) and compiles it
     start(spec)     the engine's thread: a walk of a prepared grammar (token_masks.Grammars)
 
-A request is accepted when its grammar is prepared, so start() finds it; one that was crowded out
-while its request waited is compiled again, which has gone well before.
+Those not used for longest are forgotten. A request is accepted when its grammar is prepared, so
+start() finds it; one that was crowded out while its request waited is compiled again, which has
+gone well before.
 """
 
 from __future__ import annotations
@@ -83,9 +84,13 @@ class CompiledGrammars:
         """A new walk of a grammar that was prepared."""
         with self._lock:
             outcome = self._outcomes.get(spec)
+            if outcome is not None:
+                self._outcomes.move_to_end(spec)
         try:
             if outcome is None or not outcome.done():
-                return compile_grammar(self._vocabulary.result(), spec).start()
+                compiled = compile_grammar(self._vocabulary.result(), spec)
+                self._keep(spec, compiled)
+                return compiled.start()
             return outcome.result().start()
         except GrammarError as error:
             return Unstartable(error)
@@ -102,6 +107,14 @@ class CompiledGrammars:
         """Ends threads and processes, in a moment. Nothing may be prepared afterwards."""
         for _ in self._workers:
             self._jobs.put(None)
+
+    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        """Unless a worker is at it."""
+        with self._lock:
+            if spec not in self._outcomes:
+                outcome = self._outcomes[spec] = Future()
+                outcome.set_result(compiled)
+                self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         done = [spec for spec, outcome in self._outcomes.items() if outcome.done()]
