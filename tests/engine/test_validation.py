@@ -270,6 +270,14 @@ def test_something_is_left_to_sample() -> None:
     refused(InvalidArgument, field, stop_token_ids=range(50, 100), min_tokens=1, bad_words=others)
 
 
+def test_a_bad_word_costs_the_same_of_any_vocabulary() -> None:
+    """It is checked on the event loop of the front end."""
+    info = replace(INFO, vocab_size=4_000_000)
+    begun = time.process_time()
+    request(info=info, bad_words=words([5]), allowed_token_ids=[])
+    assert time.process_time() - begun < 0.02, "a set of every id takes ten times as long"
+
+
 def test_stop_token_ids_that_leave_nothing_to_sample() -> None:
     every = [token for token in range(100) if token not in INFO.eos_token_ids]
     request(stop_token_ids=every)

@@ -201,16 +201,16 @@ def _check_something_is_left(
 ) -> None:
     """What holds for every token leaves some id; what comes and goes gives way (engine.proto)."""
     never = {word[0] for word in lists.bad_words if len(word) == 1}
-    left = set(lists.allowed_token_ids or range(info.vocab_size)) if never else None
-    if left is not None and left <= never:
+    allowed = set(lists.allowed_token_ids)
+    if allowed <= never if allowed else len(never) >= info.vocab_size:
         raise InvalidArgument(
             "sampling.bad_words: they leave no id to sample", field="sampling.bad_words"
         )
     if not params.min_tokens:
         return
     ends = {*lists.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
-    if lists.allowed_token_ids:
-        if ends.issuperset(set(lists.allowed_token_ids) - never):
+    if allowed:
+        if ends >= allowed - never:
             raise InvalidArgument(
                 "sampling.allowed_token_ids: each of them would end the request, so min_tokens "
                 "leaves none to sample",
