@@ -160,8 +160,8 @@ class SamplingParams(_message.Message):
     """Sampling parameters. A field with a meaningful zero is optional: unset is not zero. Where the
     model's generation_config.json sets temperature, top_p, top_k, min_p or repetition_penalty, that
     is the default instead of the one told here (unless the engine was started with
-    --generation-config none); Accepted has what came of it. A value out of range is refused with INVALID_ARGUMENT; a field marked (not yet) is refused with UNIMPLEMENTED
-    unless it has its neutral value.
+    --generation-config none); Accepted has what came of it. A value out of range is refused with
+    INVALID_ARGUMENT, a field about text (marked Refused) with UNIMPLEMENTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

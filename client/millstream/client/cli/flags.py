@@ -64,6 +64,7 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "n": {"type": int, "help": "so many answers; default: 1"},
     "logit_bias": {
         "type": _bias,
+        "metavar": _bias.__name__,
         "action": "append",
         "help": "added to the logit of a token id, -100 to 100; repeatable",
     },
@@ -149,7 +150,11 @@ def client(args: argparse.Namespace) -> Client:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group(
+        "sampling",
+        "Where the model's generation_config.json sets temperature, top_p, top_k, min_p or "
+        "repetition_penalty, that is the default.",
+    )
     for name, options in _SAMPLING.items():
         group.add_argument("--" + name.replace("_", "-"), **options)
 
