@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 
+import grpc
 import pytest
 from tests.engine_processes import EngineProcess, Stream, connect, engine, eventually, submission
 from tests.fake_runners import tokens_after
@@ -165,14 +167,42 @@ async def test_cancelled_while_it_waits(stream: Stream) -> None:
 
 
 async def test_its_deadline_counts_the_waiting(stream: Stream) -> None:
-    await stream.submit(submission(1, regex="wait 0.2", timeout_ms=100))
     await stream.submit(submission(2, regex="wait 0.1", timeout_ms=300))
     begun = time.monotonic()
-    await stream.until_ended(1)
-    assert stream.finished[1].reason == DEADLINE
     await stream.until_ended(2)
     assert stream.finished[2].reason == DEADLINE
     assert time.monotonic() - begun < 10  # 4,000 tokens take twice as long
+
+
+async def test_a_deadline_does_not_wait_for_the_grammar(stream: Stream) -> None:
+    """All samples are refused together, their places are free, their handles may be used again."""
+    await stream.submit(
+        *(submission(1 + 4 * i, regex="wait 7.5", timeout_ms=100, n=4) for i in range(2))
+    )
+    begun = time.monotonic()
+    await stream.until_ended(1, 5)
+    for handle in (1, 5):
+        assert isinstance(error_of(stream, handle), errors.DeadlineExceeded)
+        assert "grammar" in error_of(stream, handle).message
+    await stream.submit(*(submission(handle, max_tokens=1) for handle in range(2, 10)))
+    await stream.until_ended(*range(2, 10))
+    assert time.monotonic() - begun < 5
+    assert {stream.finished[handle].reason for handle in range(2, 10) if handle != 5} == {LENGTH}
+    assert not stream.accepted.keys() & {1}
+
+
+async def test_a_drain_does_not_wait_for_the_grammar() -> None:
+    flags = ("--drain-timeout-s", "0.3")
+    with engine(*flags, runner="tests.fake_runners:grammars") as server:
+        async with connect(server.target) as stub:
+            stream = Stream(stub)
+            await stream.submit(submission(1, regex="wait 60", n=2), submission(9, max_tokens=1))
+            await stream.until_ended(9)
+            server.process.send_signal(signal.SIGTERM)
+            await stream.until_ended(1)
+            assert isinstance(error_of(stream, 1), errors.EngineUnavailable)
+            assert (await stream.status())[0] == grpc.StatusCode.UNAVAILABLE
+            assert server.process.wait(10) == 0
 
 
 async def test_half_closing_waits_for_it(stream: Stream) -> None:

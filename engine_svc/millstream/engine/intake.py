@@ -14,7 +14,12 @@ from millstream.engine.request import FinishReason, Request
 from millstream.engine.streams import Stream
 from millstream.engine.supervisor import Supervisor
 from millstream.engine.validation import resolved_proto
-from millstream.rpc.errors import EngineUnavailable, MillstreamError, to_status
+from millstream.rpc.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    MillstreamError,
+    to_status,
+)
 from millstream.v1 import engine_pb2
 
 logger = logging.getLogger(__name__)
@@ -73,16 +78,15 @@ class Intake:
         logger.debug("stream %d: refused: %s", stream.number, status.message)
 
     def _accept_held(self, held: HeldSubmission) -> None:
-        ends: list[tuple[int, FinishReason]] = []
+        cancelled: list[int] = []
         for sample in held.samples:
             handle = handle_of(sample.key)
             hold = held.stream.release(handle)
             self._accept(held.stream, sample, hold.timer)
-            if hold.end is not None:
-                ends.append((handle, hold.end))
+            if hold.cancelled:
+                cancelled.append(handle)
         self._core.submit(held.samples)
-        for handle, reason in ends:
-            self.finish(held.stream, (handle,), reason)
+        self.finish(held.stream, cancelled, FinishReason.CANCELLED)
 
     def _refuse_held(self, held: HeldSubmission, error: Exception) -> None:
         for sample in held.samples:
@@ -119,7 +123,18 @@ class Intake:
         )
 
     def finish(self, stream: Stream, handles: Iterable[int], reason: FinishReason) -> None:
-        """Ends requests early, those on hold as soon as they are accepted; unknown and finished
-        ones are ignored."""
-        with_core = [handle for handle in handles if not stream.end_held(handle, reason)]
+        """Ends requests early; unknown and finished ones are ignored. Of those on hold the
+        cancelled ones end as soon as they are accepted, the others are refused, with all samples
+        of their submission."""
+        with_core: list[int] = []
+        for handle in handles:
+            hold = stream.held(handle)
+            if hold is None:
+                with_core.append(handle)
+            elif reason is FinishReason.CANCELLED:
+                hold.cancelled = True
+            elif reason is FinishReason.DEADLINE:
+                hold.give_up(DeadlineExceeded("timeout_ms passed before its grammar was compiled"))
+            else:
+                hold.give_up(EngineUnavailable("the engine is stopping"))
         self._core.finish([make_key(stream.number, handle) for handle in with_core], reason)

@@ -1,7 +1,7 @@
 """Requests whose grammar is being compiled: on hold, neither accepted nor refused yet.
 
-Others go on meanwhile, on the same stream too. A held request that is cancelled, or whose time is
-up, is ended as soon as it is accepted: a client sees the same as of any other.
+Others go on meanwhile, on the same stream too. A held request that is cancelled is ended as soon as
+it is accepted: a client sees the same as of any other. One whose time is up is refused at once.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from millstream.engine.records import handle_of
 from millstream.engine.request import GrammarSpec, Request
 from millstream.engine.streams import Hold, Stream
+from millstream.rpc.errors import MillstreamError
 
 _MAX_READY = 64  # fewer than the core keeps (compiled_grammars.py)
 
@@ -62,7 +64,14 @@ class Preparations:
         task = asyncio.create_task(self._wait(held))
         task.add_done_callback(lambda _: self._release(held))
         for sample, timer in zip(held.samples, held.timers, strict=True):
-            held.stream.hold(handle_of(sample.key), Hold(task=task, timer=timer))
+            hold = Hold(task=task, timer=timer, give_up=partial(self._give_up, held, task))
+            held.stream.hold(handle_of(sample.key), hold)
+
+    def _give_up(
+        self, held: HeldSubmission, task: asyncio.Task[None], error: MillstreamError
+    ) -> None:
+        task.cancel()
+        self._on_refused(held, error)
 
     def _release(self, held: HeldSubmission) -> None:
         self._num_held -= len(held.samples)

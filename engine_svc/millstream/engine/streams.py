@@ -12,12 +12,11 @@ import asyncio
 import itertools
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millstream.engine.clients import Client
 from millstream.engine.logprob_columns import LogprobColumns, in_pieces
-from millstream.engine.request import FinishReason
 from millstream.engine.step_parts import StepPart
 from millstream.rpc.errors import MillstreamError
 from millstream.v1 import engine_pb2
@@ -91,7 +90,8 @@ class Hold:
 
     task: asyncio.Task[None]  # decides; ends with the stream
     timer: asyncio.TimerHandle | None  # of its deadline
-    end: FinishReason | None = None  # how it ends as soon as it is accepted
+    give_up: Callable[[MillstreamError], None]  # refuses its submission at once
+    cancelled: bool = False  # it ends as soon as it is accepted
 
 
 class Stream:
@@ -138,12 +138,9 @@ class Stream:
         self._held[handle] = hold
         self.client.num_live += 1
 
-    def end_held(self, handle: int, reason: FinishReason) -> bool:
-        """Notes how a request ends once it is accepted; False if it is not on hold."""
-        hold = self._held.get(handle)
-        if hold is not None and hold.end is None:
-            hold.end = reason
-        return hold is not None
+    def held(self, handle: int) -> Hold | None:
+        """The request that waits to be accepted or refused, if it does."""
+        return self._held.get(handle)
 
     def release(self, handle: int) -> Hold:
         """A request is about to be accepted or refused."""
