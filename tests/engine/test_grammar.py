@@ -398,7 +398,7 @@ def test_a_few_are_kept_and_the_others_still_start(grammars: CompiledGrammars) -
 def test_one_in_use_is_not_forgotten(
     grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front end prepares what it prepared lately no second time: only start() hears of it."""
+    """Many requests with it were submitted long ago and start now, one by one."""
     used, compiled = spec("regex", "a+"), list[str]()
     grammars.prepare(used).result(30)
     for i in range(1, 140):
