@@ -1,15 +1,27 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: the gpu tests, then the flagship workload in process and through gRPC.
-# Needs the packages of the engine and dev extras on PYTHONPATH. Results go to the folder $OUT.
+# Needs the packages of the engine and dev extras, and pytest-xdist, on PYTHONPATH. Results go to the
+# folder $OUT.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-.}
 export PYTHONPATH=protos:tokenizer_svc:engine_svc:client:kernels:.:${PYTHONPATH:-}
 export PYTHONUNBUFFERED=1
 
-timeout 300 python3 -m pytest -m gpu -p no:cacheprovider tests/engine tests/kernels 2>&1 |
-  tee "$out/gpu_tests.log" | tail -5
+# Tests that take much of the card's memory run alone; of the others compiling kernels is what takes time.
+alone=(
+  tests/engine/test_batch_invariance.py
+  tests/kernels/test_batch_invariance.py
+  tests/engine/test_gpu.py::test_two_engines_share_a_gpu
+  tests/engine/test_gpu_edits.py::test_edits_of_every_slot_fit_in_what_was_reserved
+)
+gpu_tests() { # NAME ARGUMENTS...
+  timeout "${TESTS_S:-200}" python3 -m pytest -m gpu -p no:cacheprovider "${@:2}" > "$out/$1.log" 2>&1
+  grep -aE "^(FAILED|ERROR)|passed|failed" "$out/$1.log" | cut -c1-300
+}
+gpu_tests together -n 8 --tb=short tests/engine tests/kernels "${alone[@]/#/--deselect=}"
+gpu_tests alone --tb=short "${alone[@]}"
 for mode in --in-process ""; do
   timeout 200 python3 -m millstream.client bench $mode --load-format dummy --model qwen3-0.6b \
-    --runs "${RUNS:-1}" --json "$out/flagship${mode}.json" 2>&1 | tail -8
+    --runs "${RUNS:-2}" --json "$out/flagship${mode}.json" 2>&1 | tail -2
 done
