@@ -245,6 +245,11 @@ def test_health(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"engine {targets[1]}: serving\n"
     assert run(["health", "--engine", "127.0.0.1:1", *targets[2:]]) == 1
     assert "engine 127.0.0.1:1: unreachable" in capsys.readouterr().out
+    assert run(["health", "--engine", f"{targets[1]},127.0.0.1:1"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"engine {targets[1]}: serving",
+        "engine 127.0.0.1:1: unreachable",
+    ]
 
 
 def test_health_watch_shows_changes_until_ctrl_c(

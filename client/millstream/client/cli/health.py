@@ -16,7 +16,11 @@ HELP = "tell whether the services serve; exit code 0 if so, else 1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Checks both services, or only those whose target is given."
-    parser.add_argument("--engine", metavar="TARGET", help=f"default: {flags.ENGINE}")
+    parser.add_argument(
+        "--engine",
+        metavar="TARGET",
+        help=f"or several with commas between, which must all serve; default: {flags.ENGINE}",
+    )
     parser.add_argument("--tokenizer", metavar="TARGET", help=f"default: {flags.TOKENIZER}")
     parser.add_argument(
         "--watch", action="store_true", help="print each change, until Ctrl-C, instead"
@@ -31,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _check(targets: dict[str, str | None]) -> int:
-    services = Services(engine=targets["engine"], tokenizer=targets["tokenizer"], timeout_s=0)
+    services = _services(targets)
     results = {}
     for connection in _connections(services):
         results[connection] = await connection.check()
@@ -41,7 +45,7 @@ async def _check(targets: dict[str, str | None]) -> int:
 
 
 async def _watch(targets: dict[str, str | None]) -> int:
-    services = Services(engine=targets["engine"], tokenizer=targets["tokenizer"], timeout_s=0)
+    services = _services(targets)
 
     async def follow(connection: Connection) -> None:
         async for health in connection.watch():
@@ -50,6 +54,12 @@ async def _watch(targets: dict[str, str | None]) -> int:
 
     await asyncio.gather(*map(follow, _connections(services)))
     return 0
+
+
+def _services(targets: dict[str, str | None]) -> Services:
+    engine = targets["engine"]
+    engines = None if engine is None else flags.targets(engine)
+    return Services(engine=engines, tokenizer=targets["tokenizer"], timeout_s=0)
 
 
 def _connections(services: Services) -> list[Connection]:
