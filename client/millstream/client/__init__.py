@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import millstream.client.fork_support  # noqa: F401
 from millstream.client.aio import AsyncClient
 from millstream.client.client import Client
 from millstream.client.launch import alaunch, launch
