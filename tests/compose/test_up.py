@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Stack:
 
     def __init__(self) -> None:
         self.project = f"millstream-test-{os.getpid()}"
-        self.ports = {"engine": _free_port(), "tokenizer": _free_port()}
+        self.ports = {name: _free_port() for name in ("engine", "tokenizer", "gateway")}
         self.environment = os.environ | {
             "COMPOSE_PROJECT_NAME": self.project,
             "COMPOSE_PARALLEL_LIMIT": "1",  # the classic builder would build what they share twice
@@ -215,6 +216,26 @@ def test_a_second_up_fetches_nothing(stack: Stack) -> None:
     assert stack.compose("logs", "--no-log-prefix", "model").splitlines() == [
         "/models/SmolLM2-135M-Instruct"
     ]
+
+
+def test_the_gateway_is_an_openai_endpoint(stack: Stack) -> None:
+    stack.compose("--profile", "gateway", "build", "gateway")
+    stack.compose("--profile", "gateway", *_UP, GATEWAY_PORT=stack.ports["gateway"])
+    body = {
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [{"role": "user", "content": _QUESTION}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"http://{stack.target('gateway')}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.load(response)
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    stack.compose("--profile", "gateway", "rm", "--stop", "--force", "gateway")
 
 
 @pytest.fixture(scope="module")
