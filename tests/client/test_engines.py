@@ -11,7 +11,12 @@ from tests.fake_services import FakeServices, until
 
 from millstream.client import AsyncClient, Client, SamplingParams
 from millstream.client.types import Health
-from millstream.rpc.errors import EngineUnavailable, FingerprintMismatch, InvalidArgument
+from millstream.rpc.errors import (
+    EngineUnavailable,
+    FingerprintMismatch,
+    InvalidArgument,
+    QueueFull,
+)
 
 PROMPT = [104, 105]
 
@@ -111,6 +116,26 @@ async def test_an_engine_that_refuses_as_it_drains_is_left_alone() -> None:
         services[1].engine.draining = True
         with pytest.raises(EngineUnavailable, match="stopping"):
             await client.generate(PROMPT, params, detokenize=False)
+
+
+async def test_one_with_a_full_queue_is_left_to_others() -> None:
+    """Streams too, which do not wait for room; and once all are full they say so."""
+    async with several(3) as services, client_of(services) as client:
+        services[0].engine.room = services[2].engine.room = 0
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        outputs = await client.generate([PROMPT] * 10, params, detokenize=False, timeout_s=5)
+        assert len(outputs) == 10
+        for _ in range(3):
+            stream = client.stream(PROMPT, params, detokenize=False)
+            assert [delta.token_ids async for delta in stream]
+        services[1].engine.room = 0
+        before = [each.engine.refused for each in services]
+        with pytest.raises(QueueFull):
+            await client.generate(PROMPT, params, detokenize=False, max_retries=0)
+        with pytest.raises(QueueFull):
+            await anext(client.stream(PROMPT, params, detokenize=False, max_retries=1))
+        after = [each.engine.refused for each in services]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [3, 3, 3]
 
 
 async def test_one_that_is_away_is_left_out_and_comes_back() -> None:

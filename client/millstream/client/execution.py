@@ -79,19 +79,19 @@ class Executor:
         return outcomes[0] if one else outcomes
 
     async def start(self, job: Job) -> Samples:
-        """Submits one job, to be followed piece by piece; again, as often as it allows, if the
-        queue is full."""
+        """Submits one job, to be followed piece by piece; to another engine if one went away or
+        has a full queue; again, as often as it allows, if all have."""
         self._services.check_open()
         deadline = _deadline(job)
         (encoded,) = await self._encode_all([job])
         if isinstance(encoded, MillstreamError):
             raise encoded
-        gone: list[EngineStream] = []
+        tried: list[EngineStream] = []
         attempt = 0
         while True:
-            engine, text = await self._streams(job, gone)
+            engine, text = await self._streams(job, tried)
             samples = submit(engine, text, job, deadline, follow=True)
-            may_move = len(gone) + 1 < len(self._services.engines)
+            may_move = len(tried) + 1 < len(self._services.engines)
             may_retry = attempt < (job.max_retries or 0)
             if not (may_move or may_retry):
                 return samples
@@ -100,10 +100,12 @@ class Executor:
             except BaseException:
                 samples.cancel()
                 raise
-            if may_move and samples.never_taken:
-                gone.append(engine)
-            elif may_retry and (full := samples.found_queue_full) is not None:
+            full = samples.found_queue_full
+            if may_move and (samples.never_taken or full is not None):
+                tried.append(engine)
+            elif may_retry and full is not None:
                 await self._wait_for_room(full, attempt, deadline)
+                tried.clear()
                 attempt += 1
             else:
                 return samples
@@ -143,21 +145,30 @@ class Executor:
         return await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run_job(self, job: Job, deadline: float | None) -> Output:
-        """Submits an encoded job, to another engine if one goes away before it has accepted it, and
-        waits for its output."""
-        gone: list[EngineStream] = []
+        """Submits an encoded job, to another engine if one goes away before it has accepted it or
+        has a full queue, and waits for its output."""
+        tried: list[EngineStream] = []
         while True:
-            engine, text = await self._streams(job, gone)
-            samples = await self._run_on(engine, text, job, deadline)
-            gone.append(engine)
-            if not samples.never_taken or len(gone) >= len(self._services.engines):
+            engine, text = await self._streams(job, tried)
+            tried.append(engine)
+            may_move = len(tried) < len(self._services.engines)
+            samples = await self._run_on(engine, text, job, deadline, may_move=may_move)
+            moves = samples.never_taken or samples.found_queue_full is not None
+            if not (may_move and moves):
                 output = samples.output()
                 return await self._texts.add_to(output) if job.detokenize else output
 
     async def _run_on(
-        self, engine: EngineStream, text: TextStream | None, job: Job, deadline: float | None
+        self,
+        engine: EngineStream,
+        text: TextStream | None,
+        job: Job,
+        deadline: float | None,
+        *,
+        may_move: bool,
     ) -> Samples:
-        """Submits a job, again while the queue is full; returns what has ended."""
+        """Submits a job, again while the queue is full unless it may move to another engine;
+        returns what has ended."""
         places = await _until(deadline, engine.places.take(job.num_samples))
         try:
             for attempt in itertools.count():
@@ -167,7 +178,7 @@ class Executor:
                 finally:
                     samples.cancel()  # if this task was
                 full = samples.found_queue_full
-                if full is None or attempt == job.max_retries:
+                if full is None or may_move or attempt == job.max_retries:
                     return samples
                 await self._wait_for_room(full, attempt, deadline)
             raise AssertionError("there is no last attempt")
@@ -179,11 +190,11 @@ class Executor:
         await _until(deadline, asyncio.sleep(seconds))
 
     async def _streams(
-        self, job: Job, gone: Sequence[EngineStream]
+        self, job: Job, tried: Sequence[EngineStream]
     ) -> tuple[EngineStream, TextStream | None]:
         if job.source is None and not job.detokenize:
-            return await self._services.engine_stream(gone), None
-        return await self._services.both(gone)
+            return await self._services.engine_stream(tried), None
+        return await self._services.both(tried)
 
     async def _encode_all(
         self, chunk: Sequence[Job | MillstreamError]
