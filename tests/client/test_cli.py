@@ -141,6 +141,12 @@ def test_flags_that_edit_and_score_arrive_and_json_shows_scores(
     assert result["prompt_logprobs"][1]["text"] == "b"
 
 
+def test_a_file_that_is_not_there_is_no_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["generate", "hello", "--json-schema", "schemas/no-such.json"])
+    assert "--json-schema: there is no file schemas/no-such.json" in capsys.readouterr().err
+
+
 def test_structured_output_flags_arrive(
     targets: list[str], threaded_services: FakeServices, tmp_path: Path
 ) -> None:

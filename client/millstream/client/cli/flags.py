@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,23 @@ def _bias(text: str) -> tuple[int, float]:
 _bias.__name__ = "ID=BIAS"
 
 
+# Of a path and a file with a suffix; no schema and no grammar looks like that.
+_FILE_NAME = re.compile(r"[\w./~-]+\.(json|lark|gbnf|ebnf|txt)")
+
+
 def text_or_file(text: str) -> str:
-    """The contents of the file of this name, if there is one; else the text itself."""
+    """The contents of the file of this name, if there is one; else the text itself, unless it looks
+    like a file's name."""
     try:
-        return Path(text).read_text() if Path(text).is_file() else text
+        if Path(text).is_file():
+            return Path(text).read_text()
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     except (OSError, ValueError):  # no name of a file: too long, or with a NUL
         return text
+    if _FILE_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return text
 
 
 # Ranges and defaults are the engine's, which checks them; the text here is for --help.

@@ -13,6 +13,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
+from millstream.engine.checks import invalid
 from millstream.rpc.errors import InvalidArgument, MillstreamError, Unsupported
 from millstream.rpc.sampling_params import MAX_STOP_CHARS
 from millstream.rpc.values import UINT64_MAX
@@ -169,5 +170,4 @@ def _stop_strings(params: vllm.SamplingParams) -> StopStrings:
 
 
 def _invalid(name: str, wanted: str, value: object) -> InvalidArgument:
-    field = f"sampling_params.{name}"
-    return InvalidArgument(f"{field}: {wanted}, not {value}", field=field)
+    return invalid(f"sampling_params.{name}", wanted, value)
