@@ -54,8 +54,8 @@ def test_the_rest_is_recorded_one_by_one() -> None:
 def test_chunks_without_decodes_are_recorded_one_by_one() -> None:
     seen: list[tuple[int, int]] = []
 
-    def compute(layout: BatchLayout, kind: Kind) -> torch.Tensor:
-        assert kind is Kind.PLAIN and set(layout.slots.tolist()) == {9}, "of no sequence"
+    def compute(layout: BatchLayout) -> torch.Tensor:
+        assert not layout.host.has_filters and set(layout.slots.tolist()) == {9}, "of no sequence"
         num_tokens = len(layout.chunk_token_ids)
         seen.append((num_tokens, len(layout.rows) - num_tokens))
         return layout.slots
@@ -68,6 +68,21 @@ def test_chunks_without_decodes_are_recorded_one_by_one() -> None:
         pass
     assert seen == [(200, 9), *((tokens, 0) for tokens in token_sizes(200))]
     assert decode_sizes(9) == [0, 9]
+
+
+def test_a_step_with_filters_has_a_graph_of_its_own() -> None:
+    seen: list[bool] = []
+
+    def compute(layout: BatchLayout) -> torch.Tensor:
+        seen.append(layout.host.has_filters)
+        return layout.slots
+
+    graphs = ChunkGraphs(
+        compute, FakeGraph, max_tokens=64, max_decodes=9, padding_slot=9, device=CPU
+    )
+    for kind in (Kind.FILTERED, Kind.PLAIN):
+        graphs._graph((graphs._bucket(64, 0), kind))
+    assert seen == [True, False]
 
 
 class Preparing(FakeRunner):

@@ -16,11 +16,12 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from millstream.engine.graphs import Graph, Kind, Record
+from millstream.engine.graphs import Graph, Kind, Record, kind_of
 from millstream.engine.layout import (
     BatchLayout,
     Bucket,
@@ -69,7 +70,7 @@ class ChunkGraphs:
 
     def __init__(
         self,
-        compute: Callable[[BatchLayout, Kind], torch.Tensor],
+        compute: Callable[[BatchLayout], torch.Tensor],
         record: Record,
         *,
         max_tokens: int,
@@ -104,7 +105,7 @@ class ChunkGraphs:
         bucket = self._bucket(
             _smallest(self._token_sizes, num_tokens), _smallest(self._decode_sizes, num_decodes)
         )
-        if (bucket, _kind(host)) in self._graphs or len(self._graphs) < MOST_GRAPHS:
+        if (bucket, kind_of(host)) in self._graphs or len(self._graphs) < MOST_GRAPHS:
             return bucket
         return None
 
@@ -125,7 +126,7 @@ class ChunkGraphs:
     def __call__(self, layout: BatchLayout) -> torch.Tensor:
         """Runs a step that `choose` found a bucket for; its sampled ids [R]."""
         assert layout.padded is not None
-        inputs, graph = self._graph((layout.padded.bucket, _kind(layout.host)))
+        inputs, graph = self._graph((layout.padded.bucket, kind_of(layout.host)))
         torch._foreach_copy_(_tensors(inputs), _tensors(layout))
         graph.replay()
         return graph.output.index_select(0, layout.padded.sampled)
@@ -137,20 +138,17 @@ class ChunkGraphs:
         recorded = self._graphs.get(key)
         if recorded is None:
             bucket, kind = key
-            arrays = padded_arrays(_NOTHING, bucket, self._padding_slot)
+            nothing = replace(_NOTHING, has_filters=kind is Kind.FILTERED)
+            arrays = padded_arrays(nothing, bucket, self._padding_slot)
             parts = (torch.tensor(array, device=self._device) for array in arrays)
             # Recording begins with a step that counts: none of a sequence's.
-            inputs = layout_of(_NOTHING, bucket, *parts)
-            graph = self._record(functools.partial(self._compute, inputs, kind))
+            inputs = layout_of(nothing, bucket, *parts)
+            graph = self._record(functools.partial(self._compute, inputs))
             recorded = self._graphs[key] = inputs, graph
         return recorded
 
 
 _Key = tuple[Bucket, Kind]
-
-
-def _kind(host: HostLayout) -> Kind:
-    return Kind.FILTERED if host.has_filters else Kind.PLAIN
 
 
 def _smallest(sizes: Sequence[int], at_least: int) -> int:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from millstream.engine.layout import BatchLayout
+from millstream.engine.layout import BatchLayout, HostLayout
 
 
 class Kind(enum.Enum):
@@ -25,6 +25,11 @@ class Kind(enum.Enum):
     PLAIN = enum.auto()  # samples, without filters, and advances the slots
     FILTERED = enum.auto()  # the same with filters
     LOGITS = enum.auto()  # nothing: the logits are edited or scored before tokens are sampled
+
+
+def kind_of(host: HostLayout) -> Kind:
+    """That of a graph which samples the tokens of a step."""
+    return Kind.FILTERED if host.has_filters else Kind.PLAIN
 
 
 # Computes a decode step of slots [n]; returns the sampled ids [n], or the logits [n, V]. Reads

@@ -17,7 +17,7 @@ import torch
 
 from millstream.engine.attention import KVCache
 from millstream.engine.chunk_graphs import ChunkGraphs, most_tokens
-from millstream.engine.graphs import DecodeGraphs, Kind, Record
+from millstream.engine.graphs import DecodeGraphs, Kind, Record, kind_of
 from millstream.engine.hardware import ResolvedConfig
 from millstream.engine.layout import BatchLayout
 from millstream.engine.logprobs import StepScores
@@ -113,15 +113,15 @@ class Steps:
                 return self._edited_step(layout, positions)
         if self.graphs is not None and not host.plan.chunks:
             return Sampled(self._decode_in_graph(self.graphs, layout))
-        return Sampled(self._compute(layout, filtered=host.has_filters))
+        return Sampled(self._compute(layout))
 
-    def _compute(self, layout: BatchLayout, *, filtered: bool) -> torch.Tensor:
+    def _compute(self, layout: BatchLayout) -> torch.Tensor:
         """Any step without edits: token ids [R]."""
         batch = self.slots.batch(layout)
         logits = self.model(batch, self.kv_cache)
         after = batch.positions[layout.sample_rows] + 1
         if self._shards is None:
-            token_ids = self._sample(layout, logits, after, filtered=filtered)
+            token_ids = self._sample(layout, logits, after)
         else:
             token_ids = self._sample_shards(self._shards, layout, logits, after)
         self.slots.advance(batch, layout.sample_slots, token_ids)
@@ -129,34 +129,40 @@ class Steps:
 
     def _decode_in_graph(self, graphs: DecodeGraphs, layout: BatchLayout) -> torch.Tensor:
         """A step of decodes alone: token ids [R]."""
-        slots, ops, shards = self.slots, self._ops.on_slots, self._shards
-        if shards is None or not layout.host.plan.whole_rows:
-            return graphs(layout, Kind.FILTERED if layout.host.has_filters else Kind.PLAIN)
+        if self._shards is None or not layout.host.plan.whole_rows:
+            return graphs(layout, kind_of(layout.host))
+        return self._sample_behind(
+            graphs, layout, lambda after, whole: self._sample(layout, whole, after)
+        )
+
+    def _sample_behind(
+        self,
+        graphs: DecodeGraphs,
+        layout: BatchLayout,
+        sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """A step of decodes whose graph ends with the logits: token ids [R], by `sample` of the
+        positions [R] and the whole rows."""
+        slots, ops = self.slots, self._ops.on_slots
         assert ops is not None, "resolve chose graphs for ops that can"
         logits = graphs(layout, Kind.LOGITS)
         after = slots.state.computed[layout.slots] + 1
-        token_ids = shards.sample_whole(logits, lambda whole: self._sample(layout, whole, after))
+        token_ids = self._of_whole_rows(logits, functools.partial(sample, after))
         ops.advance(layout.slots, token_ids, slots.state)
         return token_ids
 
     def _edited_step(self, layout: BatchLayout, positions: Ints) -> Sampled:
         """The same where logits are edited or scored before tokens are sampled."""
-        slots, edits, ops = self.slots, self.edits, self._ops.on_slots
-        if self.graphs is not None and ops is not None and not layout.host.plan.chunks:
-            logits = self.graphs(layout, Kind.LOGITS)
-            after = slots.state.computed[layout.slots] + 1
-            token_ids = self._of_whole_rows(
-                logits, functools.partial(self._edit_and_sample, layout, positions, after)
-            )
-            ops.advance(layout.slots, token_ids, slots.state)
+        slots, edits = self.slots, self.edits
+        edit_and_sample = functools.partial(self._edit_and_sample, layout, positions)
+        if self.graphs is not None and not layout.host.plan.chunks:
+            token_ids = self._sample_behind(self.graphs, layout, edit_and_sample)
             return Sampled(token_ids, edits.scores(None))
         batch = slots.batch(layout)
         hidden = self.model.hidden(batch, self.kv_cache)
         logits = self.model.logits(hidden, batch.sample_rows)
         after = batch.positions[layout.sample_rows] + 1
-        token_ids = self._of_whole_rows(
-            logits, functools.partial(self._edit_and_sample, layout, positions, after)
-        )
+        token_ids = self._of_whole_rows(logits, functools.partial(edit_and_sample, after))
         slots.advance(batch, layout.sample_slots, token_ids)
         return Sampled(token_ids, edits.scores(functools.partial(self._whole_logits, hidden)))
 
@@ -184,14 +190,9 @@ class Steps:
         return logits if self._shards is None else self._shards.whole_rows(logits)
 
     def _sample(
-        self,
-        layout: BatchLayout,
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        filtered: bool | None = None,
+        self, layout: BatchLayout, logits: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Token ids [R] of logits [R, vocab_size]. filtered: None is what the layout says."""
+        """Token ids [R] of logits [R, vocab_size]."""
         slots, ops = self.slots, self._ops.on_slots
         if ops is None:
             return sample(logits.float(), positions, slots.sampling_rows(layout))
@@ -200,7 +201,7 @@ class Steps:
             positions,
             layout.sample_slots,
             slots.sampling,
-            filtered=layout.host.has_filters if filtered is None else filtered,
+            filtered=layout.host.has_filters,
         )
 
     def _sample_shards(
@@ -238,8 +239,8 @@ class Steps:
         ops.advance(slots, token_ids, table.state)
         return token_ids
 
-    def chunks(self, layout: BatchLayout, kind: Kind) -> torch.Tensor:
+    def chunks(self, layout: BatchLayout) -> torch.Tensor:
         """The step that a CUDA graph records: chunks and decodes, filled up."""
-        token_ids = self._compute(layout, filtered=kind is Kind.FILTERED)
+        token_ids = self._compute(layout)
         self.slots.rest_padding()
         return token_ids
