@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,3 +45,24 @@ def test_the_front_end_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_constant_is_written_down_in_two_packages() -> None:
+    """What several need is in millstream.rpc: two copies would drift apart."""
+    portions: dict[tuple[str, str], set[str]] = {}
+    for portion in PORTIONS:
+        for file in (ROOT / portion).rglob("*.py"):
+            if "_pb2" not in file.name:
+                for constant in _public_constants(file):
+                    portions.setdefault(constant, set()).add(portion)
+    shared = {constant: where for constant, where in portions.items() if len(where) > 1}
+    assert not shared
+
+
+def _public_constants(file: Path) -> Iterator[tuple[str, str]]:
+    """The name and the value of each module constant that is a plain literal."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id.isupper() and target.id[0] != "_":
+                    yield target.id, ast.unparse(node.value)

@@ -23,11 +23,11 @@ from millstream.rpc.errors import (
     EngineUnavailable,
     MillstreamError,
 )
+from millstream.rpc.text_context import text_context
 from millstream.v1 import engine_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 _INFO_TIMEOUT_S = 10.0
 _TURN_TOKENS = 256 * 1024  # 1.3 MB at most; a single session may bring more
-CONTEXT_TOKENS = 8  # of the prompt, so that the first token joins it as in the whole text
 
 
 class TextSession:
@@ -105,7 +105,7 @@ class TextStream:
         self._last_handle = self._last_handle % (2**32 - 1) + 1
         opening = tokenizer_pb2.DetokenizeOpen(
             handle=self._last_handle,
-            context_token_ids=generation.prompt_token_ids[-CONTEXT_TOKENS:],
+            context_token_ids=text_context(generation.prompt_token_ids),
             stop=stop,
             min_tokens=min_tokens,
             include_stop=include_stop,

@@ -18,10 +18,8 @@ from millstream.rpc.errors import (
     MillstreamError,
     to_status,
 )
-from millstream.rpc.version import millstream_version
+from millstream.rpc.version import API_VERSION, millstream_version
 from millstream.v1 import engine_pb2
-
-API_VERSION = "v1"
 
 
 def engine_info(

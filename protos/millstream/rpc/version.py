@@ -1,8 +1,10 @@
-"""The version of the installed distribution."""
+"""The versions that both services tell: of the protocol, and of the installed distribution."""
 
 from __future__ import annotations
 
 import importlib.metadata
+
+API_VERSION = "v1"
 
 
 def millstream_version() -> str:

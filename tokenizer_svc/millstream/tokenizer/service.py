@@ -22,7 +22,7 @@ from millstream.rpc.errors import (
 )
 from millstream.rpc.threads import in_daemon_thread
 from millstream.rpc.undecodable import undecodable
-from millstream.rpc.version import millstream_version
+from millstream.rpc.version import API_VERSION, millstream_version
 from millstream.tokenizer.codec import Codec
 from millstream.tokenizer.config import TokenizerConfig
 from millstream.tokenizer.detokenizer import UnknownTokenId
@@ -32,7 +32,6 @@ from millstream.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-API_VERSION = "v1"
 # Detokenize messages up to this size (about 2000 tokens) cost less than a hop to a thread and back
 # would delay the others; larger ones must not hold the event loop up.
 _MAX_INLINE_BYTES = 8 * 1024

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 
 from millstream.engine.vllm_dialect.submission import StopStrings
 from millstream.rpc.errors import NoTokenizer
+from millstream.rpc.text_context import text_context
 from millstream.tokenizer.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from millstream.tokenizer.decoding import Decoding
 
 logger = logging.getLogger(__name__)
-
-# Of the prompt, so that the first token joins it as in the whole text.
-CONTEXT_TOKENS = 8
 
 
 class StopDetokenizers:
@@ -50,7 +48,7 @@ class StopDetokenizers:
         decoder = self._loading.result().text_decoder(skip_special_tokens=stops.skip_special_tokens)
         return Detokenizer(
             decoder,
-            context=context[-CONTEXT_TOKENS:],
+            context=text_context(context),
             stops=stops.strings,
             min_tokens=stops.min_tokens,
         )
