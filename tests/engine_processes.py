@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 
+from millstream.rpc import errors
 from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, channel_options
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
@@ -163,6 +164,10 @@ def submission(
     )
 
 
+async def stats_of(stub: engine_pb2_grpc.EngineStub) -> engine_pb2.GetStatsResponse:
+    return await stub.GetStats(engine_pb2.GetStatsRequest(), timeout=10)
+
+
 class Stream:
     """A Generate stream that sorts what comes by handle."""
 
@@ -214,6 +219,10 @@ class Stream:
                 while await self.read() is not None:
                     pass
             return await self.call.code(), await self.call.details()
+
+    def refusal(self, handle: int) -> errors.MillstreamError:
+        """What a rejected request was told."""
+        return errors.from_status(self.rejected[handle].status)
 
     def _sort(self, message: engine_pb2.GenerateResponse) -> None:
         assert message.HasField("ready") == (not self.messages), "ready is the first, and only it"

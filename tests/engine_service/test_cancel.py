@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
 
 import grpc
-import pytest
-from tests.engine_processes import EngineProcess, Stream, connect, engine, eventually, submission
+from tests.engine_fixtures import engine_fixture, stub_fixture
+from tests.engine_processes import (
+    EngineProcess,
+    Stream,
+    connect,
+    engine,
+    eventually,
+    stats_of,
+    submission,
+)
 from tests.fake_runners import SLEEP_ID, SLEEP_S, tokens_after
 
 from millstream.rpc import errors
@@ -22,22 +29,9 @@ MAX_NUM_SEQS = 4
 MAX_QUEUED = 8
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EngineProcess]:
-    flags = f"--max-num-seqs {MAX_NUM_SEQS} --max-queued-requests {MAX_QUEUED}".split()
-    with engine(*flags, "--no-prefix-caching", runner="tests.fake_runners:scripted") as started:
-        yield started
-
-
-@pytest.fixture
-async def stub(server: EngineProcess) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
-    async with connect(server.target) as connected:
-        yield connected
-        assert await freed_within(connected, 5)
-
-
-async def stats_of(stub: engine_pb2_grpc.EngineStub) -> engine_pb2.GetStatsResponse:
-    return await stub.GetStats(engine_pb2.GetStatsRequest(), timeout=10)
+server = engine_fixture(
+    "tests.fake_runners:scripted", "--no-prefix-caching", slots=MAX_NUM_SEQS, queued=MAX_QUEUED
+)
 
 
 async def freed_within(stub: engine_pb2_grpc.EngineStub, seconds: float) -> bool:
@@ -48,6 +42,13 @@ async def freed_within(stub: engine_pb2_grpc.EngineStub, seconds: float) -> bool
         return not (now.num_requests_running or now.num_requests_waiting or now.kv_blocks_used)
 
     return await eventually(freed, seconds)
+
+
+async def all_freed(stub: engine_pb2_grpc.EngineStub) -> None:
+    assert await freed_within(stub, 5)
+
+
+stub = stub_fixture("server", at_end=all_freed)
 
 
 async def test_row_01_cancel_in_the_stream_frees_within_200_ms(
@@ -161,7 +162,7 @@ async def test_deadlines_count_queueing_and_running(stub: engine_pb2_grpc.Engine
     assert stream.token_ids[11] == []
     assert 0.14 < stream.finished[11].timings.queue_s < 1
     assert isinstance(errors.from_status(stream.finished[11].status), errors.DeadlineExceeded)
-    assert errors.from_status(stream.rejected[13].status).field == "timeout_ms"
+    assert stream.refusal(13).field == "timeout_ms"
     await stream.cancel(*running)
     await stream.until_ended(12)
     assert stream.finished[12].reason == LENGTH
@@ -178,7 +179,7 @@ async def test_a_full_queue_refuses_with_a_retry_hint(stub: engine_pb2_grpc.Engi
     await stream.submit(*(submission(h, [10], max_tokens=4000) for h in range(most + 3)))
     await stream.until_ended(*range(most, most + 3))
     for handle in range(most, most + 3):
-        refusal = errors.from_status(stream.rejected[handle].status)
+        refusal = stream.refusal(handle)
         assert isinstance(refusal, errors.QueueFull)
         assert refusal.retry_after_s is not None
         assert refusal.retry_after_s > 0

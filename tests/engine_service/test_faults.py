@@ -158,7 +158,7 @@ async def test_row_81_a_drain_lets_requests_finish() -> None:
             assert (code, details) == (UNAVAILABLE, "the engine is stopping")
             assert stream.token_ids[1] == tokens_after(10, 100)
             assert stream.finished[1].reason == LENGTH
-            refusal = errors.from_status(stream.rejected[2].status)
+            refusal = stream.refusal(2)
             assert isinstance(refusal, errors.EngineUnavailable)
             assert (await idle.status())[0] is UNAVAILABLE
         await asyncio.to_thread(server.finish, 5)

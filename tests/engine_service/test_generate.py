@@ -34,10 +34,6 @@ async def stub(server: EngineProcess) -> AsyncIterator[engine_pb2_grpc.EngineStu
         assert stats.kv_blocks_used == 0
 
 
-def error_of(rejected: engine_pb2.Rejected) -> errors.MillstreamError:
-    return errors.from_status(rejected.status)
-
-
 async def test_ready_tells_what_get_engine_info_tells(stub: engine_pb2_grpc.EngineStub) -> None:
     stream = Stream(stub)
     await stream.read()
@@ -122,7 +118,7 @@ async def test_rows_17_19_20_a_bad_prompt_is_refused_alone(
     good = submission(2, [VOCAB_SIZE - 1], max_tokens=4, ignore_eos=True)
     await stream.submit(submission(1, token_ids), good)
     await stream.until_ended(1, 2)
-    refusal = error_of(stream.rejected[1])
+    refusal = stream.refusal(1)
     assert type(refusal) is kind
     assert refusal.field == "token_ids"
     assert stream.token_ids == {2: [0, 1, 2, 3]}
@@ -159,7 +155,7 @@ async def test_row_18_floats_are_finite(stub: engine_pb2_grpc.EngineStub, value:
     )
     await stream.until_ended(99, *range(len(fields)))
     for i, name in enumerate(fields):
-        refusal = error_of(stream.rejected[i])
+        refusal = stream.refusal(i)
         assert isinstance(refusal, errors.InvalidArgument)
         assert refusal.field == f"sampling.{name}"
     assert stream.token_ids[99] == tokens_after(5, 50)
@@ -177,10 +173,10 @@ async def test_rows_61_and_63_max_tokens_and_stop_ids(stub: engine_pb2_grpc.Engi
         submission(6, [10], stop_token_ids=[12], min_tokens=5, max_tokens=8),
     )
     await stream.until_ended(1, 2, 3, 4, 5, 6)
-    assert error_of(stream.rejected[1]).field == "sampling.max_tokens"
+    assert stream.refusal(1).field == "sampling.max_tokens"
     assert len(stream.token_ids[2]) == 1
     assert stream.accepted[3].sampling.max_tokens == MAX_MODEL_LEN - 3
-    assert error_of(stream.rejected[4]).field == "sampling.stop_token_ids"
+    assert stream.refusal(4).field == "sampling.stop_token_ids"
     assert stream.token_ids[5] == [11, 12, 13, 14, 15]
     assert (stream.finished[5].reason, stream.finished[5].stop_token_id) == (STOP, 15)
     assert stream.token_ids[6] == tokens_after(10, 8)  # past 12, which min_tokens forbids as stop
@@ -231,7 +227,7 @@ async def test_unsupported_fields_are_refused_never_ignored(
     await stream.submit(submission(1, stop=["b"]), submission(2, include_stop=True))
     await stream.until_ended(1, 2)
     for handle in (1, 2):
-        assert isinstance(error_of(stream.rejected[handle]), errors.Unsupported)
+        assert isinstance(stream.refusal(handle), errors.Unsupported)
     stream.call.cancel()
 
 
@@ -239,7 +235,7 @@ async def test_duplicate_handles(stub: engine_pb2_grpc.EngineStub) -> None:
     stream = Stream(stub)
     await stream.submit(submission(1, [10], max_tokens=200), submission(1, [20]))
     await stream.until_ended(1)
-    assert isinstance(error_of(stream.rejected[1]), errors.DuplicateHandle)
+    assert isinstance(stream.refusal(1), errors.DuplicateHandle)
     while 1 not in stream.finished:
         await stream.read()
     assert stream.token_ids[1] == tokens_after(10, 200), "the live request goes on"

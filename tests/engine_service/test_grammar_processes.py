@@ -52,7 +52,7 @@ async def test_from_a_bad_schema_to_a_killed_core(server: EngineProcess) -> None
             (1, "json_schema", 'Unimplemented keys: ["uniqueItems"]'),
             (2, "grammar", "it is nested too deeply"),
         ):
-            refusal = errors.from_status(stream.rejected[handle].status)
+            refusal = stream.refusal(handle)
             assert isinstance(refusal, errors.InvalidArgument)
             assert refusal.field == f"sampling.{field}"
             assert refusal.message == f"sampling.{field}: {what}"

@@ -24,7 +24,7 @@ async def test_row_24_a_prompt_beyond_grpcs_default_limit() -> None:
                 submission(2, [500] * 2_000_000, max_tokens=3),
             )
             await stream.until_ended(1, 2)
-            refusal = errors.from_status(stream.rejected[1].status)
+            refusal = stream.refusal(1)
             assert isinstance(refusal, errors.InvalidArgument)  # read, and beyond the vocabulary
             assert stream.token_ids[2] == tokens_after(500, 3)
             stream.call.cancel()
@@ -87,7 +87,7 @@ async def test_rows_5_and_6_what_never_fits_is_refused_and_blocks_nobody() -> No
             )
             await stream.until_ended(1, 2, 3, 4)
             for handle in (1, 2):
-                refusal = errors.from_status(stream.rejected[handle].status)
+                refusal = stream.refusal(handle)
                 assert isinstance(refusal, errors.NeverFits)
                 assert refusal.retry_after_s is None, "it is of no use to come again"
             info = toy_info(max_model_len=512)

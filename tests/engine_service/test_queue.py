@@ -7,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
 
-import pytest
-from tests.engine_processes import EngineProcess, Stream, connect, engine, eventually, submission
+from tests.engine_fixtures import engine_fixture, stub_fixture
+from tests.engine_processes import EngineProcess, Stream, eventually, stats_of, submission
 from tests.fake_runners import PACE_S
 
 from millstream.client import AsyncClient, SamplingParams
@@ -24,36 +23,8 @@ SHORT = 8  # tokens
 LONG = 4000
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EngineProcess]:
-    flags = f"--max-num-seqs {SLOTS} --max-queued-requests {QUEUE}".split()
-    with engine(*flags, runner="tests.fake_runners:paced") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def small_server() -> Iterator[EngineProcess]:
-    flags = f"--max-num-seqs {SLOTS} --max-queued-requests 8".split()
-    with engine(*flags, runner="tests.fake_runners:paced") as started:
-        yield started
-
-
-@pytest.fixture
-async def stub(server: EngineProcess) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
-    async with connect(server.target) as connected:
-        yield connected
-        await emptied(connected)
-
-
-@pytest.fixture
-async def small(small_server: EngineProcess) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
-    async with connect(small_server.target) as connected:
-        yield connected
-        await emptied(connected)
-
-
-async def stats_of(stub: engine_pb2_grpc.EngineStub) -> engine_pb2.GetStatsResponse:
-    return await stub.GetStats(engine_pb2.GetStatsRequest(), timeout=10)
+server = engine_fixture("tests.fake_runners:paced", slots=SLOTS, queued=QUEUE)
+small_server = engine_fixture("tests.fake_runners:paced", slots=SLOTS, queued=8)
 
 
 async def emptied(stub: engine_pb2_grpc.EngineStub) -> None:
@@ -64,6 +35,10 @@ async def emptied(stub: engine_pb2_grpc.EngineStub) -> None:
     assert await eventually(empty, 5)
 
 
+stub = stub_fixture("server", at_end=emptied)
+small = stub_fixture("small_server", at_end=emptied)
+
+
 async def waiting(stub: engine_pb2_grpc.EngineStub, count: int) -> None:
     """Until so many requests wait."""
 
@@ -71,10 +46,6 @@ async def waiting(stub: engine_pb2_grpc.EngineStub, count: int) -> None:
         return (await stats_of(stub)).num_requests_waiting >= count
 
     assert await eventually(so_many, 10)
-
-
-def refusal(stream: Stream, handle: int) -> errors.MillstreamError:
-    return errors.from_status(stream.rejected[handle].status)
 
 
 # ---- fairness
@@ -157,7 +128,7 @@ async def test_a_queued_request_ends_at_its_deadline_at_no_cost(
     )
     await stream.submit(submission(30, [10]))
     await stream.until_ended(30)
-    assert isinstance(refusal(stream, 30), errors.QueueFull)
+    assert isinstance(stream.refusal(30), errors.QueueFull)
     await stream.until_ended(*range(10, 18))
     for handle in range(10, 18):
         ended = stream.finished[handle]
@@ -189,8 +160,8 @@ async def test_samples_count_each_and_a_list_is_taken_as_far_as_it_goes(
         submission(40, [10], max_tokens=LONG),
     )
     await stream.until_ended(20, 40)
-    assert isinstance(refusal(stream, 20), errors.QueueFull)
-    assert isinstance(refusal(stream, 40), errors.QueueFull)
+    assert isinstance(stream.refusal(20), errors.QueueFull)
+    assert isinstance(stream.refusal(40), errors.QueueFull)
     while 31 not in stream.accepted:
         await stream.read()
     await waiting(small, 8)
@@ -212,10 +183,10 @@ async def test_a_full_queue_is_not_closed_to_a_client_that_has_nothing_there(
     modest.forget(1)
     await greedy.submit(*(submission(h, [10], max_tokens=SHORT * 10) for h in range(SLOTS + 9)))
     await greedy.until_ended(SLOTS + 8)
-    assert isinstance(refusal(greedy, SLOTS + 8), errors.QueueFull)
+    assert isinstance(greedy.refusal(SLOTS + 8), errors.QueueFull)
     await modest.submit(submission(1, [10], max_tokens=2), submission(2, [10], max_tokens=2))
     await modest.until_ended(2)
-    assert isinstance(refusal(modest, 2), errors.QueueFull), "one is what it gets"
+    assert isinstance(modest.refusal(2), errors.QueueFull), "one is what it gets"
     await modest.until_ended(1)
     assert modest.finished[1].reason == LENGTH
     for stream in (greedy, modest):
@@ -241,7 +212,7 @@ async def test_the_hint_comes_from_the_measured_rate(small: engine_pb2_grpc.Engi
     place_s = (time.monotonic() - began) / ended
     refused = await submit(6)
     await stream.until_ended(*refused)
-    hints = [refusal(stream, h).retry_after_s or 0 for h in refused if h in stream.rejected]
+    hints = [stream.refusal(h).retry_after_s or 0 for h in refused if h in stream.rejected]
     print(f"a place came free each {1e3 * place_s:.0f} ms; hints {[round(1e3 * s) for s in hints]}")
     assert len(hints) >= 3
     assert hints == sorted(hints)

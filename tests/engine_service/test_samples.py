@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-
-import pytest
-from tests.engine_processes import EngineProcess, Stream, connect, engine, submission
+from tests.engine_fixtures import engine_fixture, stub_fixture
+from tests.engine_processes import Stream, connect, engine, submission
 from tests.fake_runners import tokens_after
 from tests.toy_runner import reference, toy_info, toy_request
 
@@ -18,35 +16,11 @@ PROMPT = list(range(11))  # 2 full blocks of 4
 SLOTS, QUEUE = 8, 8
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EngineProcess]:
-    """Its tokens are a function of the prompt and the seed."""
-    flags = f"--max-num-seqs {SLOTS} --max-queued-requests {QUEUE}".split()
-    with engine(*flags, runner="tests.toy_runner:create") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def slow_server() -> Iterator[EngineProcess]:
-    flags = f"--max-num-seqs {SLOTS} --max-queued-requests {QUEUE}".split()
-    with engine(*flags, runner="tests.fake_runners:paced") as started:
-        yield started
-
-
-@pytest.fixture
-async def stub(server: EngineProcess) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
-    async with connect(server.target) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def slow(slow_server: EngineProcess) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
-    async with connect(slow_server.target) as connected:
-        yield connected
-
-
-def error_of(stream: Stream, handle: int) -> errors.MillstreamError:
-    return errors.from_status(stream.rejected[handle].status)
+# Its tokens are a function of the prompt and the seed.
+server = engine_fixture("tests.toy_runner:create", slots=SLOTS, queued=QUEUE)
+slow_server = engine_fixture("tests.fake_runners:paced", slots=SLOTS, queued=QUEUE)
+stub = stub_fixture("server")
+slow = stub_fixture("slow_server")
 
 
 def tokens_of(seed: int) -> list[int]:
@@ -120,7 +94,7 @@ async def test_a_handle_in_use_refuses_all_samples(slow: engine_pb2_grpc.EngineS
     )
     await stream.until_ended(9, 10, 11, 12)
     for handle, taken in ((10, 12), (11, 12)):
-        refusal = error_of(stream, handle)
+        refusal = stream.refusal(handle)
         assert isinstance(refusal, errors.DuplicateHandle)
         assert str(taken) in refusal.message
     assert len(stream.token_ids[12]) == 60, "the live one goes on"
@@ -139,9 +113,9 @@ async def test_bad_counts_and_handles(stub: engine_pb2_grpc.EngineStub) -> None:
     )
     await stream.until_ended(1, 2, 3, 4)
     for handle in (1, 2, 3):
-        assert isinstance(error_of(stream, handle), errors.InvalidArgument)
-        assert error_of(stream, handle).field == "sampling.n"
-    refusal = error_of(stream, 4)
+        assert isinstance(stream.refusal(handle), errors.InvalidArgument)
+        assert stream.refusal(handle).field == "sampling.n"
+    refusal = stream.refusal(4)
     assert isinstance(refusal, errors.NeverFits), "more than there are places"
     assert refusal.retry_after_s is None
     await stream.until_ended(last - 1, last)
@@ -149,8 +123,8 @@ async def test_bad_counts_and_handles(stub: engine_pb2_grpc.EngineStub) -> None:
     stream.forget(last)
     await stream.submit(submission(last, n=2))
     await stream.until_ended(last)
-    assert isinstance(error_of(stream, last), errors.InvalidArgument)
-    assert error_of(stream, last).field == "handle"
+    assert isinstance(stream.refusal(last), errors.InvalidArgument)
+    assert stream.refusal(last).field == "handle"
     stream.call.cancel()
 
 

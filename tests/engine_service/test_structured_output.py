@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from tests.engine_processes import EngineProcess, Stream, connect, engine, eventually, submission
+from tests.engine_fixtures import engine_fixture, stub_fixture
+from tests.engine_processes import Stream, connect, engine, eventually, submission
 from tests.fake_runners import tokens_after
 
 from millstream.engine.grammar_validation import MAX_GRAMMAR_CHARS
@@ -21,17 +22,8 @@ LENGTH = engine_pb2.FINISH_REASON_LENGTH
 SLOTS, QUEUE = 4, 4
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EngineProcess]:
-    flags = f"--max-num-seqs {SLOTS} --max-queued-requests {QUEUE}".split()
-    with engine(*flags, runner="tests.fake_runners:grammars") as started:
-        yield started
-
-
-@pytest.fixture
-async def stub(server: EngineProcess) -> AsyncIterator[engine_pb2_grpc.EngineStub]:
-    async with connect(server.target) as connected:
-        yield connected
+server = engine_fixture("tests.fake_runners:grammars", slots=SLOTS, queued=QUEUE)
+stub = stub_fixture("server")
 
 
 @pytest.fixture
@@ -39,10 +31,6 @@ async def stream(stub: engine_pb2_grpc.EngineStub) -> AsyncIterator[Stream]:
     opened = Stream(stub)
     yield opened
     opened.call.cancel()
-
-
-def error_of(stream: Stream, handle: int) -> errors.MillstreamError:
-    return errors.from_status(stream.rejected[handle].status)
 
 
 def choice(*values: str) -> engine_pb2.StringList:
@@ -72,7 +60,7 @@ async def test_accepted_once_the_grammar_is_there(stream: Stream) -> None:
 async def test_a_bad_grammar_is_refused_with_its_reason(stream: Stream, field: str) -> None:
     await stream.submit(submission(1, **{field: "fail at line 3: what is this?"}))
     await stream.until_ended(1)
-    refusal = error_of(stream, 1)
+    refusal = stream.refusal(1)
     assert isinstance(refusal, errors.InvalidArgument)
     assert refusal.field == f"sampling.{field}"
     assert refusal.message == f"sampling.{field}: at line 3: what is this?"
@@ -91,13 +79,13 @@ async def test_bad_values(stream: Stream) -> None:
     )
     await stream.until_ended(1, 2, 3)
     for handle, field in ((1, "choice"), (2, "regex"), (3, "choice")):
-        assert isinstance(error_of(stream, handle), errors.InvalidArgument)
-        assert error_of(stream, handle).field == f"sampling.{field}"
-    assert str(MAX_GRAMMAR_CHARS) in error_of(stream, 2).message
+        assert isinstance(stream.refusal(handle), errors.InvalidArgument)
+        assert stream.refusal(handle).field == f"sampling.{field}"
+    assert str(MAX_GRAMMAR_CHARS) in stream.refusal(2).message
     await stream.submit(submission(5, grammar="vocabulary no such file"))
     await stream.until_ended(5)
-    assert isinstance(error_of(stream, 5), errors.NoTokenizer)
-    assert "no such file" in error_of(stream, 5).message
+    assert isinstance(stream.refusal(5), errors.NoTokenizer)
+    assert "no such file" in stream.refusal(5).message
 
 
 async def test_an_engine_without_a_tokenizer_says_so() -> None:
@@ -110,9 +98,9 @@ async def test_an_engine_without_a_tokenizer_says_so() -> None:
                 submission(3, regex="a" * (MAX_GRAMMAR_CHARS + 1)),
             )
             await stream.until_ended(1, 2, 3)
-            assert isinstance(error_of(stream, 1), errors.NoTokenizer)
-            assert error_of(stream, 1).field == "sampling.json_object"
-            assert isinstance(error_of(stream, 3), errors.InvalidArgument), "a bad value is first"
+            assert isinstance(stream.refusal(1), errors.NoTokenizer)
+            assert stream.refusal(1).field == "sampling.json_object"
+            assert isinstance(stream.refusal(3), errors.InvalidArgument), "a bad value is first"
             stream.call.cancel()
 
 
@@ -140,7 +128,7 @@ async def test_a_held_handle_is_in_use(stream: Stream) -> None:
     await stream.submit(submission(1, max_tokens=1, n=3, regex="wait 0.3"))
     await stream.submit(submission(3), submission(4, max_tokens=1))
     await stream.until_ended(3, 4)
-    assert isinstance(error_of(stream, 3), errors.DuplicateHandle)
+    assert isinstance(stream.refusal(3), errors.DuplicateHandle)
     stream.rejected.clear()
     await stream.until_ended(1, 2, 3)
     assert not stream.rejected
@@ -182,8 +170,8 @@ async def test_a_deadline_does_not_wait_for_the_grammar(stream: Stream) -> None:
     begun = time.monotonic()
     await stream.until_ended(1, 5)
     for handle in (1, 5):
-        assert isinstance(error_of(stream, handle), errors.DeadlineExceeded)
-        assert "grammar" in error_of(stream, handle).message
+        assert isinstance(stream.refusal(handle), errors.DeadlineExceeded)
+        assert "grammar" in stream.refusal(handle).message
     await stream.submit(*(submission(handle, max_tokens=1) for handle in range(2, 10)))
     await stream.until_ended(*range(2, 10))
     assert time.monotonic() - begun < 5
@@ -200,7 +188,7 @@ async def test_a_drain_does_not_wait_for_the_grammar() -> None:
             await stream.until_ended(9)
             server.process.send_signal(signal.SIGTERM)
             await stream.until_ended(1)
-            assert isinstance(error_of(stream, 1), errors.EngineUnavailable)
+            assert isinstance(stream.refusal(1), errors.EngineUnavailable)
             assert (await stream.status())[0] == grpc.StatusCode.UNAVAILABLE
             assert server.process.wait(10) == 0
 
@@ -220,7 +208,7 @@ async def test_held_requests_count_in_the_queue(
         await stream.submit(submission(handle, max_tokens=1, regex="wait 9.0"))
     await stream.submit(submission(100, max_tokens=1))
     await stream.until_ended(100)
-    assert isinstance(error_of(stream, 100), errors.QueueFull)
+    assert isinstance(stream.refusal(100), errors.QueueFull)
     stream.call.cancel()
 
     async def has_room() -> bool:
