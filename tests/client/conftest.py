@@ -42,3 +42,9 @@ def threaded_services() -> Iterator[FakeServices]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def targets(threaded_services: FakeServices) -> list[str]:
+    """The flags that name them."""
+    return ["--engine", threaded_services.target, "--tokenizer", threaded_services.target]

@@ -22,11 +22,6 @@ from millstream.client.__main__ import run
 _COMMANDS = ("serve", "demo", "generate", "chat", "health", "fetch", "import-gguf", "bench")
 
 
-@pytest.fixture
-def targets(threaded_services: FakeServices) -> list[str]:
-    return ["--engine", threaded_services.target, "--tokenizer", threaded_services.target]
-
-
 def test_generate_prints_the_text(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "hello", *targets]) == 0
     assert capsys.readouterr().out == "hello\n"

@@ -21,12 +21,13 @@ class _Command:
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    arrange: Callable[[Sequence[str]], Sequence[str]] = lambda arguments: arguments
 
 
 _COMMANDS = {
     "serve": _Command(serve.HELP, serve.add_arguments, serve.run),
     "demo": _Command(demo.HELP, demo.add_arguments, demo.run),
-    "generate": _Command(generate.HELP, generate.add_arguments, generate.run),
+    "generate": _Command(generate.HELP, generate.add_arguments, generate.run, generate.arrange),
     "chat": _Command(chat.HELP, chat.add_arguments, chat.run),
     "health": _Command(health.HELP, health.add_arguments, health.run),
     "fetch": _Command(models.FETCH_HELP, models.add_fetch_arguments, models.run_fetch),
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         _overview().parse_args(argv)
         return 2  # not reached: without a command the parser exits
     command = _COMMANDS[name]
-    arguments = argv[len(name.split()) :]
+    arguments = command.arrange(argv[len(name.split()) :])
     prog = f"millstream {name}"
     try:
         parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")

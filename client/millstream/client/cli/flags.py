@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def text_or_file(text: str) -> str:
     return text
 
 
+_IDS: Mapping[str, Any] = {"type": int, "nargs": "+", "action": "extend", "metavar": "ID"}
+
 # Ranges and defaults are the engine's, which checks them; the text here is for --help.
 _SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "max_tokens": {"type": int, "default": MAX_TOKENS, "help": f"default: {MAX_TOKENS}"},
@@ -61,7 +64,7 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "min_p": {"type": float, "help": "0 (off, the default) to 1"},
     "seed": {"type": int, "help": "gives the same answer again; default: a random one"},
     "stop": {"action": "append", "metavar": "TEXT", "help": "ends the text; repeatable"},
-    "stop_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "end the answer"},
+    "stop_token_ids": {**_IDS, "help": "end the answer; repeatable"},
     "include_stop": {"action": "store_true", "help": "keep what matched in the text"},
     "ignore_eos": {"action": "store_true", "help": "go on after an EOS token"},
     "skip_special_tokens": {
@@ -78,7 +81,7 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
         "action": "append",
         "help": "added to the logit of a token id, -100 to 100; repeatable",
     },
-    "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "only these"},
+    "allowed_token_ids": {**_IDS, "help": "only these; repeatable"},
     "bad_words": {"action": "append", "metavar": "TEXT", "help": "never this; repeatable"},
     "logprobs": {
         "type": int,
@@ -104,6 +107,8 @@ _SAMPLING: Mapping[str, Mapping[str, Any]] = {
         "help": "the answer follows this grammar (Lark, or GBNF)",
     },
 }
+
+_ID_FLAGS = ("--stop-token-ids", "--allowed-token-ids")
 
 
 def targets(text: str) -> str | list[str]:
@@ -167,6 +172,28 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, options in _SAMPLING.items():
         group.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def with_text_first(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments, with a text that follows token ids moved to the front: argparse would take it
+    for one more id. A number is one, unless `--` is before it."""
+    for start, flag in enumerate(arguments, 1):
+        if flag == "--":
+            break
+        ids = list(itertools.takewhile(_is_number, arguments[start:])) if flag in _ID_FLAGS else []
+        end = start + len(ids)
+        text = arguments[end : end + 1]
+        if ids and text and (text[0] == "-" or not text[0].startswith("-")):
+            return [*text, *arguments[:end], *arguments[end + 1 :]]
+    return arguments
+
+
+def _is_number(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

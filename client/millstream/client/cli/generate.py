@@ -12,6 +12,7 @@ from millstream.client.types import Delta, Output
 from millstream.rpc.values import check_text
 
 HELP = "answer a prompt, or complete it"
+arrange = flags.with_text_first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
