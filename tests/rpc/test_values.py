@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.rpc.errors import InvalidArgument, Unsupported
+from millstream.rpc.integer_ranges import INTEGER_RANGES
 from millstream.rpc.sampling_params import MAX_STOP_CHARS, SamplingParams, to_proto
 from millstream.rpc.values import check_ids
 from millstream.v1 import engine_pb2
@@ -57,6 +58,39 @@ def test_a_bad_value_is_an_error_that_names_the_field(field: str, value: Any) ->
 def test_a_bad_stop_is_an_error_that_names_it(stop: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"^stop: "):
         _ = SamplingParams(stop=stop).stop_strings
+
+
+_INTEGERS = {
+    field.name: 64 if field.cpp_type == field.CPPTYPE_UINT64 else 32
+    for field in engine_pb2.SamplingParams.DESCRIPTOR.fields
+    if not field.is_repeated
+    and field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32, field.CPPTYPE_UINT64)
+}
+
+
+def test_every_integer_has_a_range() -> None:
+    assert set(INTEGER_RANGES) == set(_INTEGERS)
+
+
+@pytest.mark.parametrize("name", _INTEGERS)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_number_that_cannot_be_sent_is_told_its_fields_own_range(name: str, sign: int) -> None:
+    """Not that of protobuf's type: n=-1 was told "from 0 to 4294967295"."""
+    value = sign * 2 ** _INTEGERS[name]
+    with pytest.raises(InvalidArgument) as caught:
+        to_proto(SamplingParams(**{name: value}))
+    assert str(caught.value) == f"{name}: {INTEGER_RANGES[name]}, not {value}"
+
+
+def test_the_words_of_a_range_are_its_bounds() -> None:
+    for allowed in INTEGER_RANGES.values():
+        assert str(allowed.low) in str(allowed)
+        assert str(allowed.high) in str(allowed)
+
+
+def test_a_bias_of_no_token_id() -> None:
+    with pytest.raises(InvalidArgument, match=r"^logit_bias: a token id of 0 or more"):
+        to_proto(SamplingParams(logit_bias={-1: 1.0}))
 
 
 def test_many_stop_strings_are_refused_not_searched_for() -> None:

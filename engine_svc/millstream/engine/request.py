@@ -6,7 +6,6 @@ import enum
 from dataclasses import dataclass
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy; nothing is ever divided by them
-MAX_LOGPROBS = 20  # of the likeliest tokens of one place
 
 
 class FinishReason(enum.IntEnum):

@@ -10,11 +10,11 @@ from typing import Literal
 from millstream.engine.checks import check_vocabulary, invalid, unsupported
 from millstream.engine.grammar_validation import resolve_grammar, set_grammar
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.request import MAX_LOGPROBS, Sampling
+from millstream.engine.request import Sampling
 from millstream.rpc.errors import InvalidArgument, NeverFits
+from millstream.rpc.integer_ranges import INTEGER_RANGES
 from millstream.v1 import engine_pb2
 
-MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 100.0
 # These bound what a slot of the runner holds.
 MAX_STOP_TOKEN_IDS = 1024
@@ -118,21 +118,16 @@ def resolved_sampling(sampling: Sampling) -> engine_pb2.SamplingParams:
 
 def check_scalars(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
     """Every float field, its default where it is unset. Raises InvalidArgument for one that is out
-    of range, and for a count that is."""
+    of range, and for an integer that is."""
     numbers: dict[_Number, float] = {}
     for name, allowed in _RANGES.items():
         value: float = getattr(params, name) if params.HasField(name) else allowed.default
         if value not in allowed:
             raise invalid(f"sampling.{name}", str(allowed), f"{value:.7g}")
         numbers[name] = value
-    for field in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, field)
-        if count > MAX_LOGPROBS:
-            raise invalid(f"sampling.{field}", f"from 0 to {MAX_LOGPROBS}", count)
-    if params.top_k < -1:
-        raise invalid("sampling.top_k", "-1 or 0 (off), or at least 1", params.top_k)
-    if params.HasField("n") and not 1 <= params.n <= MAX_SAMPLES:
-        raise invalid("sampling.n", f"from 1 to {MAX_SAMPLES}", params.n)
+    for field, integers in INTEGER_RANGES.items():
+        if params.HasField(field) and getattr(params, field) not in integers:
+            raise invalid(f"sampling.{field}", str(integers), getattr(params, field))
     return numbers
 
 
@@ -241,8 +236,6 @@ def _refuse_unsupported(params: engine_pb2.SamplingParams) -> None:
 
 def _max_tokens(params: engine_pb2.SamplingParams, prompt_tokens: int, info: RunnerInfo) -> int:
     """Output tokens: what was asked for, clamped so that prompt + output <= max_model_len."""
-    if params.HasField("max_tokens") and params.max_tokens == 0:
-        raise invalid("sampling.max_tokens", "at least 1", 0)
     context_room = info.max_model_len - prompt_tokens
     # The last sampled token's KV is never written: P + N tokens need P + N - 1 slots of the pool.
     pool_tokens = info.num_blocks * info.block_size

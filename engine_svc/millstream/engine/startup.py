@@ -24,10 +24,11 @@ from millstream.engine.models import DecoderModel, build_model
 from millstream.engine.ops import Ops
 from millstream.engine.parallel import Group, share_of
 from millstream.engine.plan import Chunk, Plan, SlotStart
-from millstream.engine.request import MAX_LOGPROBS, Sampling
+from millstream.engine.request import Sampling
 from millstream.engine.shapes import SHAPE_NAMES, named_shape
 from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import init_dummy_weights, load_weights
+from millstream.rpc.integer_ranges import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from millstream.engine.compiled_grammars import CompiledGrammars

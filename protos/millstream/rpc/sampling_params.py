@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any
 
 from millstream.rpc.errors import InvalidArgument
+from millstream.rpc.integer_ranges import INTEGER_RANGES, IntegerField
 from millstream.rpc.structured_output import (
     STRUCTURED_OUTPUTS,
     set_structured_output,
     structured_output_of,
 )
 from millstream.rpc.values import (
+    A_TOKEN_ID,
     UINT32_MAX,
     UINT64_MAX,
     check_bool,
@@ -119,7 +121,8 @@ def to_proto(params: SamplingParams) -> engine_pb2.SamplingParams:
         if not isinstance(params.logit_bias, Mapping):
             raise refusal("logit_bias", "a dict of token ids and numbers", params.logit_bias)
         for key, bias in params.logit_bias.items():
-            message.logit_bias[_uint32("logit_bias", key)] = check_float("logit_bias", bias)
+            token_id = check_int("logit_bias", key, 0, UINT32_MAX, wanted=A_TOKEN_ID)
+            message.logit_bias[token_id] = check_float("logit_bias", bias)
     for word in check_list("bad_words", params.bad_words or (), _BAD_WORDS):
         if not isinstance(word, str):
             message.bad_words.add(token_ids=check_ids("bad_words", word))
@@ -151,21 +154,29 @@ def _as_written(value: float) -> float:
 
 
 _BAD_WORDS = "a list of texts, or of lists of token ids"
-_uint32 = partial(check_int, low=0, high=UINT32_MAX)
+
+
+def _integer(
+    field: IntegerField, low: int = 0, high: int = UINT32_MAX
+) -> Callable[[str, Any], int]:
+    """The check of an integer that the wire can carry from `low` to `high`. One beyond is told the
+    range of its field; the engine checks the others."""
+    return partial(check_int, low=low, high=high, wanted=str(INTEGER_RANGES[field]))
+
 
 _SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "temperature": check_float,
     "top_p": check_float,
-    "top_k": partial(check_int, low=-(2**31), high=2**31 - 1),
+    "top_k": _integer("top_k", low=-(2**31), high=2**31 - 1),
     "min_p": check_float,
     "presence_penalty": check_float,
     "frequency_penalty": check_float,
     "repetition_penalty": check_float,
-    "seed": partial(check_int, low=0, high=UINT64_MAX),
-    "max_tokens": _uint32,
-    "min_tokens": _uint32,
+    "seed": _integer("seed", high=UINT64_MAX),
+    "max_tokens": _integer("max_tokens"),
+    "min_tokens": _integer("min_tokens"),
     "ignore_eos": check_bool,
-    "n": _uint32,
-    "logprobs": _uint32,
-    "prompt_logprobs": _uint32,
+    "n": _integer("n"),
+    "logprobs": _integer("logprobs"),
+    "prompt_logprobs": _integer("prompt_logprobs"),
 }

@@ -11,6 +11,7 @@ from millstream.rpc.errors import InvalidArgument
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
+A_TOKEN_ID = "a token id of 0 or more, below 2**32"
 
 
 def refusal(name: str, wanted: str, value: object, *, field: str | None = None) -> InvalidArgument:
@@ -31,11 +32,13 @@ def check_float(name: str, value: object) -> float:
         raise refusal(name, "a number of a float's size", value) from None
 
 
-def check_int(name: str, value: object, low: int, high: int) -> int:
+def check_int(name: str, value: object, low: int, high: int, *, wanted: str | None = None) -> int:
+    """`wanted`: what to ask for instead, where the value's own range is another than what can be
+    carried."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise refusal(name, "a whole number", value)
     if not low <= int(value) <= high:
-        raise refusal(name, f"from {low} to {high}", value)
+        raise refusal(name, wanted or f"from {low} to {high}", value)
     return int(value)
 
 
@@ -76,6 +79,5 @@ def check_ids(name: str, value: object) -> Sequence[int]:
         if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
             raise refusal(f"{name}[{i}]", "a token id", token_id, field=name)
         if not 0 <= int(token_id) <= UINT32_MAX:
-            wanted = "a token id of 0 or more, below 2**32"
-            raise refusal(f"{name}[{i}]", wanted, token_id, field=name)
+            raise refusal(f"{name}[{i}]", A_TOKEN_ID, token_id, field=name)
     return token_ids
