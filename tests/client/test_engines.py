@@ -72,6 +72,35 @@ async def test_long_requests_count_for_more() -> None:
         assert sorted(map(submissions, services)) == [11, 30]
 
 
+async def test_what_waits_for_places_counts() -> None:
+    """Two engines that take four requests at a time: all of the rest waited for the first one."""
+    async with several(2) as services, client_of(services) as client:
+        for each in services:
+            each.engine.info.limits.max_num_seqs, each.engine.info.limits.max_queued_requests = 4, 0
+            each.engine.step_s = 0.001
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        outputs = await client.generate([PROMPT] * 40, params, detokenize=False)
+        assert len(outputs) == 40
+        assert [submissions(each) for each in services] == [20, 20]
+        engines = client._services.engines._ready()
+        assert [engine.outstanding_tokens for engine in engines] == [0, 0]
+
+
+async def test_what_waits_for_room_counts() -> None:
+    async with several(2) as services, client_of(services) as client:
+        for each in services:
+            each.engine.room = 0
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        batch = asyncio.create_task(client.generate([PROMPT] * 10, params, detokenize=False))
+        await until(lambda: sum(each.engine.refused for each in services) >= 40)
+        engines = client._services.engines._ready()
+        assert sum(engine.outstanding_tokens for engine in engines) == 10 * (len(PROMPT) + 3)
+        batch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await batch
+        assert [engine.outstanding_tokens for engine in engines] == [0, 0]
+
+
 async def test_what_was_not_accepted_moves_and_what_streams_ends() -> None:
     """One engine is stopped while it has requests of both kinds."""
     async with several(2) as services, client_of(services) as client:

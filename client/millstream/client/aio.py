@@ -173,7 +173,7 @@ class AsyncClient:
         wanted = "a string or a list of strings"
         texts = [text] if isinstance(text, str) else check_list("text", text, wanted)
         inputs = [tokenizer_pb2.EncodeInput(text=check_text("text", one)) for one in texts]
-        sequences = await self._executor.encode(
+        sequences = await self._executor.tokenizer.encode(
             inputs, add_special_tokens=check_bool("add_special_tokens", add_special_tokens)
         )
         ids = [list(sequence.token_ids) for sequence in sequences]
@@ -190,7 +190,7 @@ class AsyncClient:
         one = not token_ids or jobs.is_one_prompt(token_ids)
         sequences: Sequence[Any] = [token_ids] if one else token_ids
         sequences = [check_ids("token_ids", sequence) for sequence in sequences]
-        texts = await self._executor.decode(
+        texts = await self._executor.tokenizer.decode(
             sequences, skip_special_tokens=check_bool("skip_special_tokens", skip_special_tokens)
         )
         return texts[0] if one else texts

@@ -7,8 +7,9 @@ not per token: the loop over a step's arrays appends ids to lists and wakes only
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -54,8 +55,8 @@ class EngineStream:
         self._connection = connection
         self._observer = observer
         self._live: dict[int, Generation] = {}
-        # Tokens of prompts and answers, at most, of the requests that are live.
-        self.outstanding_tokens = 0
+        self._live_tokens = 0
+        self._expected_tokens = 0
         self._num_samples: dict[int, int] = {}  # of first handles that the engine has not answered
         self._last_handle = 0
         self._submissions: list[tuple[engine_pb2.Submission, int]] = []  # with their sizes
@@ -91,6 +92,20 @@ class EngineStream:
     def broken(self) -> bool:
         return self._error is not None
 
+    @property
+    def outstanding_tokens(self) -> int:
+        """Of prompts and answers, at most, of the requests that are live or expected here."""
+        return self._live_tokens + self._expected_tokens
+
+    @contextlib.contextmanager
+    def expecting(self, tokens: int) -> Iterator[None]:
+        """A request of so many tokens will be submitted here: it waits for places or for room."""
+        self._expected_tokens += tokens
+        try:
+            yield
+        finally:
+            self._expected_tokens -= tokens
+
     def submit(self, submission: engine_pb2.Submission, samples: Sequence[Generation]) -> int:
         """Sends a request, whose handle is set here and returned: the first sample's. Raises
         MessageTooLarge."""
@@ -105,7 +120,7 @@ class EngineStream:
                 field="prompt",
             )
         self._live.update(enumerate(samples, first))
-        self.outstanding_tokens += sum(generation.most_tokens for generation in samples)
+        self._live_tokens += sum(generation.most_tokens for generation in samples)
         self._num_samples[first] = len(samples)
         self._submissions.append((submission, size))
         self._outgoing.set()
@@ -204,7 +219,7 @@ class EngineStream:
     def _take(self, handle: int) -> Generation:
         """A live request that has ended."""
         generation = self._live.pop(handle)
-        self.outstanding_tokens -= generation.most_tokens
+        self._live_tokens -= generation.most_tokens
         return generation
 
     def _append(self, output: engine_pb2.StepOutput) -> list[Generation]:
@@ -243,6 +258,6 @@ class EngineStream:
             self._error = error
             self._call.cancel()
         live, self._live = self._live, {}
-        self.outstanding_tokens = 0
+        self._live_tokens = 0
         for generation in live.values():
             generation.fail(copy(self._error))

@@ -17,14 +17,12 @@ from copy import copy
 from dataclasses import replace
 from typing import Protocol
 
+from millstream.client.load import most_tokens
 from millstream.client.naming import from_service
 from millstream.client.types import Delta, FinishReason, Logprob, Output, Timings, Usage
 from millstream.rpc.errors import EngineFault, EngineUnavailable, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, from_proto
 from millstream.v1 import engine_pb2
-
-# Of an answer whose length nobody bounded.
-_USUAL_TOKENS = 512
 
 
 class TextSink(Protocol):
@@ -105,8 +103,7 @@ class Generation:
     @property
     def most_tokens(self) -> int:
         """That it may make an engine compute, as far as is known."""
-        answer = self._sampling.max_tokens
-        return len(self.prompt_token_ids) + (_USUAL_TOKENS if answer is None else answer)
+        return most_tokens(len(self.prompt_token_ids), self._sampling)
 
     def bind(self, *, cancel: Callable[[], None], text: TextSink | None) -> None:
         """Called once, at submission: how to cancel at the engine, and the text session."""

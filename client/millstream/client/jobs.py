@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, overload
 
+from millstream.client.load import most_tokens
 from millstream.rpc.errors import InvalidArgument, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, to_proto
 from millstream.rpc.values import (
@@ -69,6 +70,11 @@ class Job:
     sampling: SamplingParams
     stop: tuple[str, ...]
     bad_words: tuple[str, ...]  # texts whose ids are still to be added to submission.sampling
+
+    @property
+    def most_tokens(self) -> int:
+        """That an encoded job may make an engine compute, all samples together."""
+        return self.num_samples * most_tokens(len(self.submission.token_ids), self.sampling)
 
     @property
     def num_samples(self) -> int:
