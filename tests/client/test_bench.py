@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fake_services import FakeServices, until
+from tests.fake_services import FakeServices, fake_services, until
 
 from millstream.client.__main__ import run
 from millstream.client.bench.progress import Progress
@@ -28,7 +28,8 @@ def targets(threaded_services: FakeServices) -> list[str]:
 
 
 async def _measure(services: FakeServices, load: Load, **target: Any) -> Run:
-    at = Target(engine=services.target, tokenizer=services.target, model=None, options={}, **target)
+    target = {"engine": services.target, **target}
+    at = Target(tokenizer=services.target, model=None, options={}, **target)
     async with open_sender(at, Progress(shown=False)) as (sender, info):
         assert info.model == "fake"
         (measured,) = [run async for run in measure(sender, [load], Progress(shown=False))]
@@ -59,6 +60,33 @@ async def test_every_request_is_measured(
     assert figures["output_tokens"] == load.requests.output_tokens
     assert len(measured.latencies.ttft_s) == 6
     assert all(0 < value < 2 for value in measured.latencies.e2e_s)
+
+
+@pytest.mark.parametrize("target", [{}, {"streams": "per-request"}, {"text": True}])
+async def test_several_engines_share_the_requests(
+    services: FakeServices, target: dict[str, Any]
+) -> None:
+    async with fake_services() as others:
+        load = _load([0.0] * 6, vocab_size=90)
+        engines = [services.target, others.target]
+        measured = await _measure(services, load, engine=engines, **target)
+        assert (measured.errors, measured.figures["requests"]) == ([], 6)
+        assert measured.figures["output_tokens"] == load.requests.output_tokens
+        for each in (services, others):
+            sent = [one for message in each.engine.messages for one in message.submit]
+            assert 2 <= len(sent) <= 4
+
+
+def test_several_engines_on_the_command_line(
+    targets: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, first = targets
+    file = tmp_path / "figures.json"
+    assert run(["bench", *_SMALL, flag, f"{first},{first}"]) == 1
+    assert "engine: a list of different gRPC targets" in capsys.readouterr().err
+    away = "127.0.0.1:1"
+    assert run(["bench", *_SMALL, flag, f"{first},{away}", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["engine"] == [first, away]
 
 
 async def test_streams_of_their_own_are_closed(services: FakeServices) -> None:

@@ -42,7 +42,7 @@ def test_traces_of_a_stream() -> None:
         (11.6, message(accepted=[accepted(1, "not ours")], output=step([1]))),
         (12.5, message(output=step([1, 2], [2, 3]), finished=[finished(2, prompt=3)])),
     ]
-    traces = traces_of(arrivals, {"a": 10.0, "b": 9.0})
+    traces = traces_of([arrivals], {"a": 10.0, "b": 9.0})
     assert set(traces) == {"a", "b"}
     a, b = traces["a"], traces["b"]
     assert (a.pieces, a.prompt_tokens, a.cached_tokens) == ([(11.0, 1), (11.5, 1)], 7, 4)
@@ -50,6 +50,22 @@ def test_traces_of_a_stream() -> None:
     # A merged message of three tokens is three tokens, which share the time.
     assert (b.pieces, b.output_tokens) == ([(11.0, 1), (12.5, 3)], 4)
     assert (b.ttft_s, b.e2e_s, b.tpot_s, b.itl_s()) == (2.0, 3.5, 0.5, [0.5, 0.5, 0.5])
+
+
+def test_two_streams_with_the_same_handles() -> None:
+    """Of two engines; "a" found the first one's queue full."""
+    refusal = engine_pb2.Rejected(handle=1, status=to_status(QueueFull("full")))
+    first = [
+        (1.0, message(rejected=[refusal], accepted=[accepted(2, "b")])),
+        (5.0, message(output=step([2]), finished=[finished(2, prompt=3)])),
+    ]
+    second = [
+        (2.0, message(accepted=[accepted(2, "a")])),
+        (3.0, message(output=step([2]), finished=[finished(2, prompt=7)])),
+    ]
+    traces = traces_of([first, second], {"a": 0.0, "b": 0.0})
+    assert (traces["a"].pieces, traces["a"].prompt_tokens) == ([(3.0, 1)], 7)
+    assert (traces["b"].pieces, traces["b"].prompt_tokens) == ([(5.0, 1)], 3)
 
 
 def test_tokens_of_the_first_piece_have_no_itl() -> None:
@@ -64,14 +80,14 @@ def test_a_refused_request_that_is_sent_again_is_one() -> None:
         (2.0, message(accepted=[accepted(2, "a")])),
         (3.0, message(output=step([2]), finished=[finished(2)])),
     ]
-    (trace,) = traces_of(arrivals, {"a": 0.0}).values()
+    (trace,) = traces_of([arrivals], {"a": 0.0}).values()
     assert (trace.error, trace.ttft_s, trace.output_tokens) == (None, 3.0, 1)
 
 
 def test_an_end_with_a_status_is_a_failure() -> None:
     ended = engine_pb2.Finished(handle=1, status=to_status(Cancelled("gone")))
     arrivals = [(1.0, message(accepted=[accepted(1, "a")], output=step([1]), finished=[ended]))]
-    (trace,) = traces_of(arrivals, {"a": 0.0}).values()
+    (trace,) = traces_of([arrivals], {"a": 0.0}).values()
     assert trace.error == "gone"
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from millstream.client import jobs
-from millstream.client.engine_stream import Observer
+from millstream.client.engine_stream import Observers
 from millstream.client.execution import Executor
 from millstream.client.jobs import ChatOptions, Message, Prompt, RequestOptions
 from millstream.client.services import Services
@@ -44,14 +44,14 @@ class AsyncClient:
         *,
         timeout_s: float = 10.0,
         api_key: str = "",
-        observer: Observer | None = None,
+        observer: Observers | None = None,
     ) -> None:
         """gRPC targets; None: not needed. Of several engines (`engine=[...]`, all with one model)
         each request goes to the one with the fewest outstanding tokens; one that is away is left
         out, what it had not accepted goes to another, as does what finds a full queue. `timeout_s`:
         how long to wait until they serve, before EngineUnavailable is raised. `api_key`: clients
         with the same one share one client's part of the engine. `observer` is called with each
-        message of the engine. Raises InvalidArgument."""
+        message of an engine; a mapping has one for each target. Raises InvalidArgument."""
         if not check_float("timeout_s", timeout_s) > 0:
             raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from millstream.client.aio import AsyncClient, Params
-from millstream.client.engine_stream import Observer
+from millstream.client.engine_stream import Observers
 from millstream.client.jobs import ChatOptions, Message, Prompt, RequestOptions
 from millstream.client.stream import Stream
 from millstream.client.types import Delta, Output, ServicesHealth, ServicesInfo
@@ -39,7 +39,7 @@ class Client:
         *,
         timeout_s: float = 10.0,
         api_key: str = "",
-        observer: Observer | None = None,
+        observer: Observers | None = None,
     ) -> None:
         """As AsyncClient's; `observer` is called on the client's own thread."""
         self._client = AsyncClient(

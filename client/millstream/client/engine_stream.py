@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -36,6 +36,7 @@ _OPEN_TIMEOUT_S = 10.0
 _LAST_HANDLE = 2**32 - 1
 
 Observer = Callable[[engine_pb2.GenerateResponse], None]
+Observers = Observer | Mapping[str, Observer]  # one for all engines, or by target
 
 
 class EngineStream:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from millstream.client.connection import Connection, closing_told
-from millstream.client.engine_stream import EngineStream, Observer
+from millstream.client.engine_stream import EngineStream, Observers
 from millstream.client.engines import Engines, check_target, engine_targets
 from millstream.client.opener import Opener
 from millstream.client.text import TextStream
@@ -37,7 +37,7 @@ class Services:
         tokenizer: str | None,
         timeout_s: float,
         api_key: str = "",
-        observer: Observer | None = None,
+        observer: Observers | None = None,
     ) -> None:
         """Targets, None for a service that is not needed; several engines share the requests.
         `timeout_s`: how long to wait for a service. Raises InvalidArgument."""
@@ -117,7 +117,10 @@ class Services:
             await self.tokenizer.close()
 
     async def _open_engine(self, connection: Connection) -> EngineStream:
-        return await EngineStream.open(connection, self._observer, self._api_key)
+        observer = self._observer
+        if isinstance(observer, Mapping):
+            observer = observer.get(connection.target)
+        return await EngineStream.open(connection, observer, self._api_key)
 
     async def _open_text(self) -> TextStream:
         return await TextStream.connect(self._tokenizer_connection())

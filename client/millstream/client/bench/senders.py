@@ -15,6 +15,7 @@ import grpc
 from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.traces import Arrival, Trace, traces_of
+from millstream.client.engine_stream import Observer
 from millstream.client.naming import from_service
 from millstream.client.workload import Requests
 from millstream.rpc.errors import MillstreamError, from_rpc_error
@@ -37,19 +38,26 @@ class Sender(Protocol):
 
 
 class OneStream:
-    """All requests on one Generate stream, by AsyncClient.generate with token ids."""
+    """All requests on one Generate stream (of each engine), by AsyncClient.generate with ids."""
 
     def __init__(self, progress: Progress) -> None:
-        """`client` is to be set before `send`, and to have `observe` as its observer."""
+        """`client` is to be set before `send`, and to have observers from here."""
         self.client: AsyncClient | None = None
         self._progress = progress
-        self._arrivals: list[Arrival] = []
+        self._streams: list[list[Arrival]] = []
         self._sent: dict[str, float] = {}
         self._errors: dict[str, str] = {}
 
-    def observe(self, message: engine_pb2.GenerateResponse) -> None:
-        self._arrivals.append((time.perf_counter(), message))
-        self._progress.done(len(message.finished))
+    def new_observer(self) -> Observer:
+        """For one engine's stream: two would use the same handles."""
+        arrivals: list[Arrival] = []
+        self._streams.append(arrivals)
+
+        def observe(message: engine_pb2.GenerateResponse) -> None:
+            arrivals.append((time.perf_counter(), message))
+            self._progress.done(len(message.finished))
+
+        return observe
 
     async def prepare(self, requests: Requests) -> Requests:
         return requests
@@ -70,10 +78,12 @@ class OneStream:
                 self._errors[request_id] = str(output)
 
     def take_traces(self) -> dict[str, Trace]:
-        traces = traces_of(self._arrivals, self._sent)
+        traces = traces_of(self._streams, self._sent)
         for request_id, error in self._errors.items():
             traces[request_id].error = error
-        self._arrivals, self._sent, self._errors = [], {}, {}
+        self._sent, self._errors = {}, {}
+        for arrivals in self._streams:
+            arrivals.clear()
         return traces
 
 
@@ -122,7 +132,7 @@ class StreamPerRequest:
             error = from_rpc_error(failure).message
         finally:
             call.cancel()
-        trace = traces_of(arrivals, {request_id: sent_s})[request_id]
+        trace = traces_of([arrivals], {request_id: sent_s})[request_id]
         trace.error = trace.error or error
         self._traces[request_id] = trace
         self._progress.done()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import grpc
 from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.senders import OneStream, Sender, StreamPerRequest, TextStreams
-from millstream.client.engine_stream import Observer
+from millstream.client.engines import engine_targets
 from millstream.client.launch import alaunch
 from millstream.rpc.options import channel_options
 from millstream.v1 import engine_pb2
@@ -23,10 +23,10 @@ _OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`engine`, `tokenizer`: gRPC targets of services that run; None: started, with `model` and
-    `options`, the tokenizer only for text."""
+    """`engine` (one or several), `tokenizer`: gRPC targets of services that run; None: started,
+    with `model` and `options`, the tokenizer only for text."""
 
-    engine: str | None
+    engine: str | Sequence[str] | None
     tokenizer: str | None
     model: str | None
     options: Mapping[str, Any]
@@ -41,13 +41,14 @@ async def open_sender(
 ) -> AsyncIterator[tuple[Sender, engine_pb2.EngineInfo]]:
     """Connects, starting what is to be started. Raises LaunchError, EngineUnavailable."""
     one_stream = OneStream(progress)
-    async with _client(target, one_stream.observe) as client:
+    async with _client(target, one_stream) as client:
         info = (await client.info()).engine
         assert info is not None
         if target.text:
             yield TextStreams(client, progress), info
         elif target.streams == "per-request":
-            async with _channels(str(client.engine_target), target.channels) as channels:
+            engines = engine_targets(client.engine_target)
+            async with _channels(engines, target.channels) as channels:
                 yield StreamPerRequest(channels, progress), info
         else:
             one_stream.client = client
@@ -55,22 +56,30 @@ async def open_sender(
 
 
 @contextlib.asynccontextmanager
-async def _client(target: Target, observer: Observer) -> AsyncIterator[AsyncClient]:
-    if target.engine is None:
-        launched = alaunch(target.model, tokenizer=target.text, observer=observer, **target.options)
-        async with launched as client:
+async def _client(target: Target, one_stream: OneStream) -> AsyncIterator[AsyncClient]:
+    if engines := engine_targets(target.engine):
+        tokenizer = target.tokenizer if target.text else None
+        observers = {engine: one_stream.new_observer() for engine in engines}
+        async with AsyncClient(engines, tokenizer, observer=observers) as client:
             yield client
     else:
-        tokenizer = target.tokenizer if target.text else None
-        async with AsyncClient(target.engine, tokenizer, observer=observer) as client:
+        launched = alaunch(
+            target.model,
+            tokenizer=target.text,
+            observer=one_stream.new_observer(),
+            **target.options,
+        )
+        async with launched as client:
             yield client
 
 
 @contextlib.asynccontextmanager
-async def _channels(target: str, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
-    options = [*channel_options(target), _OWN_CONNECTION]
+async def _channels(targets: Sequence[str], count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
+    """So many to each of the targets, which take turns."""
     async with contextlib.AsyncExitStack() as opened:
-        yield [
-            await opened.enter_async_context(grpc.aio.insecure_channel(target, options=options))
-            for _ in range(count)
-        ]
+        channels = []
+        for target in [*targets] * count:
+            options = [*channel_options(target), _OWN_CONNECTION]
+            channel = grpc.aio.insecure_channel(target, options=options)
+            channels.append(await opened.enter_async_context(channel))
+        yield channels

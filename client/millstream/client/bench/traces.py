@@ -50,10 +50,20 @@ class Trace:
         ]
 
 
-def traces_of(arrivals: Iterable[Arrival], sent_s: Mapping[str, float]) -> dict[str, Trace]:
-    """By request id, the traces of one Generate stream's messages. `sent_s`: when each was sent;
-    other requests of the stream are left out. A request that was refused and sent again is one."""
+def traces_of(
+    streams: Iterable[Iterable[Arrival]], sent_s: Mapping[str, float]
+) -> dict[str, Trace]:
+    """By request id, the traces of the messages of Generate streams. `sent_s`: when each was sent;
+    other requests of the streams are left out. A request that was refused and sent again, to the
+    same engine or another, is one."""
     traces = {request_id: Trace(sent_s=when) for request_id, when in sent_s.items()}
+    for arrivals in streams:
+        _add_stream(arrivals, traces)
+    return traces
+
+
+def _add_stream(arrivals: Iterable[Arrival], traces: Mapping[str, Trace]) -> None:
+    """Completes the traces by the messages of one stream."""
     live: dict[int, Trace] = {}  # by handle
     for when, message in arrivals:
         for accepted in message.accepted:
@@ -71,4 +81,3 @@ def traces_of(arrivals: Iterable[Arrival], sent_s: Mapping[str, float]) -> dict[
                 trace.cached_tokens = finished.usage.cached_tokens
                 if finished.HasField("status"):
                     trace.error = from_service(finished.status).message
-    return traces

@@ -48,7 +48,12 @@ def add_workload_flags(parser: argparse.ArgumentParser, default: Workload) -> An
 
 def add_target_flags(parser: argparse.ArgumentParser, *, streams: bool, in_process: bool) -> None:
     group = parser.add_argument_group("where")
-    group.add_argument("--engine", metavar="TARGET", help="one that runs, instead of a new one")
+    group.add_argument(
+        "--engine",
+        metavar="TARGET",
+        help="one that runs, instead of a new one; of several with commas between, each request "
+        "goes to the one with least to do",
+    )
     group.add_argument("--tokenizer", metavar="TARGET", help="that of --engine, for --text")
     group.add_argument(
         "--text", action="store_true", help="text in and out, through the tokenizer service"
@@ -65,7 +70,10 @@ def add_target_flags(parser: argparse.ArgumentParser, *, streams: bool, in_proce
             help="all requests on one Generate stream (the default), or a stream for each",
         )
         group.add_argument(
-            "--channels", type=positive, default=4, help="connections of these; default: 4"
+            "--channels",
+            type=positive,
+            default=4,
+            help="connections of these to each engine; default: 4",
         )
     try:
         flags.add_engine_flags(parser)
@@ -98,7 +106,7 @@ def target(args: argparse.Namespace) -> Target:
     if model is None and options.get("load_format") == "dummy":
         model = DUMMY_MODEL
     return Target(
-        engine=args.engine,
+        engine=None if args.engine is None else flags.targets(args.engine),
         tokenizer=args.tokenizer,
         model=model,
         options=options,
