@@ -4,12 +4,12 @@
                                   [--models qwen3-14b qwen3-32b] [--budget-s 520]
 
 ring: what sending a plan costs (tests/bench/ring.py). sums: microseconds of an all-reduce inside a
-CUDA graph, as the engine does it, by NCCL, and by symmetric memory in one shot and in two. parity:
-tokens of a random model of real shape (8 layers) on one GPU and on all: float32 token for token,
-bfloat16 up to ties (docs/performance.md). speed: random weights, on one GPU and on all: ms per
-token of one sequence, and the flagship workload. replicas: the flagship workload through gRPC, on
-one engine, and twice of it on two. kill: a rank is killed with SIGKILL while streams run: seconds
-until they end with UNAVAILABLE and every process is gone.
+CUDA graph, as the engine does it, by NCCL, and by symmetric memory in one shot and in two; and of a
+sum with the norm behind it. parity: tokens of a random model of real shape (8 layers) on one GPU
+and on all: float32 token for token, bfloat16 up to ties (docs/performance.md). speed: random
+weights, on one GPU and on all: ms per token of one sequence, and the flagship workload. replicas:
+the flagship workload through gRPC, on one engine, and twice of it on two. kill: a rank is killed
+with SIGKILL while streams run: seconds until they end with UNAVAILABLE and every process is gone.
 
 Each part is a process of its own that is killed when its time is up; what does not fit in the
 budget is left out, and a line says so.
@@ -35,6 +35,7 @@ PARTS = ("ring", "sums", "parity", "kill", "replicas", "speed")
 # The longest that a part may take, in seconds.
 LIMITS = {"ring": 40, "sums": 90, "parity": 150, "kill": 90, "replicas": 150, "speed": 200}
 SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+NORM_HIDDEN = 5120
 TIE = 0.25  # of the logits' standard deviation
 PARITY_TOKENS = 32
 
@@ -131,7 +132,7 @@ def sums_rank(ranks: int, rank: int, store: Any) -> None:
     group: Any = make_group("cuda", rank, ranks, lambda: store)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(stream):
-        group.join()
+        group.join(NORM_HIDDEN)
         symm, name = torch.ops.symm_mem, group._name
         for num_bytes in SIZES:
             x = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
@@ -163,7 +164,29 @@ def sums_rank(ranks: int, rank: int, store: Any) -> None:
             times[f"gather_logits_{rows}"] = time_in_graph(lambda x=logits: group.all_gather(x))
         if rank == 0:
             report("gathers", ranks=ranks, **times)
+        for rows in (1, 4, 8, 16, 24, 32, 64, 128, 192, 256, 400):
+            times = norm_times(group, rows)
+            if rank == 0:
+                report("norms", ranks=ranks, rows=rows, hidden=NORM_HIDDEN, **times)
         torch.cuda.synchronize()
+
+
+def norm_times(group: Any, rows: int) -> dict[str, float]:
+    """Of a sum, the residual's addition and the norm: in one kernel, and one after the other."""
+    import torch
+
+    from millstream.kernels.add_rms_norm import add_rms_norm
+    from millstream.kernels.sum_add_rms_norm import sum_add_rms_norm
+
+    part, residual = torch.zeros(2, rows, NORM_HIDDEN, dtype=torch.bfloat16, device="cuda")
+    weight = torch.ones(NORM_HIDDEN, dtype=torch.bfloat16, device="cuda")
+    ways = {
+        way: lambda m=mailboxes: sum_add_rms_norm(part, residual, weight, 1e-6, m)
+        for way, mailboxes in (("packed", group._packed), ("flagged", group._flagged))
+        if mailboxes.holds(part)
+    }
+    ways["apart"] = lambda: add_rms_norm(group.all_reduce(part), residual, weight, 1e-6)
+    return {way: time_in_graph(call) for way, call in ways.items()}
 
 
 def time_in_graph(call: Any, repeats: int = 20, replays: int = 10) -> float:
@@ -267,7 +290,7 @@ def parity_run(ranks: int, folder: Path, dtype: str, result: Path) -> None:
         tensor_parallel_size=ranks,
         max_num_seqs=16,
         max_num_batched_tokens=500,
-        kv_cache_bytes=60 * bytes_per_block,
+        kv_cache_bytes=40 * bytes_per_block,
     )
     outputs = {
         kind: [each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)]

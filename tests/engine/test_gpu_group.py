@@ -16,6 +16,7 @@ import torch.distributed as dist
 from millstream.engine import gpu_group
 from millstream.engine.collectives import GlooGroup
 from millstream.engine.gpu_group import GpuGroup
+from millstream.kernels.sum_add_rms_norm import Mailboxes
 
 ROWS = 5
 
@@ -59,7 +60,7 @@ def run(stand_ins: StandIns, work: Callable[[GpuGroup], Any]) -> list[Any]:
 
     def rank(number: int) -> Any:
         stand_ins.local.gloo = GlooGroup(number, 2, lambda: store)
-        stand_ins.local.gloo.join()
+        stand_ins.local.gloo.join(64)
         group = GpuGroup(number, 2, lambda: store)
         group._name = "name"
         group._sums = {
@@ -124,3 +125,28 @@ def test_the_first_ranks_ids(monkeypatch: pytest.MonkeyPatch, rows: int, way: st
     ):
         assert told.dtype == torch.int64 and torch.equal(told, ids)
     assert stand_ins.ways == [way]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "way"),
+    [
+        ((1, 64), torch.bfloat16, "packed"),
+        ((4, 64), torch.bfloat16, "packed"),
+        ((5, 64), torch.bfloat16, "flagged"),
+        ((16, 64), torch.bfloat16, "flagged"),
+        ((17, 64), torch.bfloat16, None),
+        ((1, 32), torch.bfloat16, None),
+        ((1, 64), torch.float32, None),
+        ((1, 64), torch.float16, None),
+    ],
+)
+def test_mailboxes(shape: tuple[int, int], dtype: torch.dtype, way: str | None) -> None:
+    group = GpuGroup(0, 2, lambda: None)
+    group._packed, group._flagged = (
+        Mailboxes.create(
+            torch.zeros(2, dtype=torch.int64), rank=0, hidden_size=64, max_rows=rows, packed=packed
+        )
+        for rows, packed in ((4, True), (16, False))
+    )
+    chosen = group.mailboxes(torch.zeros(shape, dtype=dtype))
+    assert chosen is (None if way is None else getattr(group, f"_{way}"))

@@ -32,6 +32,7 @@ from millstream.kernels import (
     sample_filters,
     sample_shards,
     silu_mul,
+    sum_add_rms_norm,
 )
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear_configs import _MEASURED, Gemv
@@ -63,6 +64,15 @@ def jobs() -> Iterator[Job]:
             sizes = {"HIDDEN": hidden, "BLOCK": block, "ADD": add}
             warps = min(max(block // 256, 1), 16)
             yield norm, (BF16,) * 4 + (hidden,) * 3 + (1e-6,), {**sizes, "num_warps": warps}
+    for hidden, ranks, packed in ((5120, 2, True), (8192, 8, True), (5120, 2, False)):
+        block = triton.next_power_of_2(hidden // 2)
+        sizes = {"WORDS": hidden // 2, "BLOCK": block, "RANKS": ranks, "PACKED": packed}
+        arguments = (I32, I32, I32, I32, I64, I32, 1, 256, hidden // 2, 1e-6)
+        yield (
+            sum_add_rms_norm._sum_add_rms_norm_kernel,
+            arguments,
+            {**sizes, "num_warps": min(block // sum_add_rms_norm._WORDS_PER_WARP, 16)},
+        )
     swiglu = {"SIZE": 3072, "BLOCK": silu_mul._BLOCK, "num_warps": silu_mul._NUM_WARPS}
     yield silu_mul._silu_mul_kernel, (BF16, BF16, 6144, 3072), swiglu
     for rows in (1, 256):

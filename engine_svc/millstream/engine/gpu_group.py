@@ -1,9 +1,9 @@
 """A Group of GPUs of one host: sums of a step go through torch's symmetric memory, large ones and
 what is no sum through NCCL. All of it can be captured in CUDA graphs.
 
-Measured on two H200s (docs/performance.md): up to 16 MiB symmetric memory takes a third to two
-thirds of NCCL's time. One shot (each rank reads all of the others' parts) is best while latency
-counts, two shots (each rank sums its share, then gathers) while bandwidth does.
+Sums that a norm follows are the kernel's that computes it (mailboxes), up to some size. Of others,
+one shot (each rank reads all of the others' parts) is best while latency counts, two shots (each
+rank sums its share, then gathers) while bandwidth does (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from torch import Tensor
 
 from millstream.engine.collectives import TIMEOUT, gloo, prefixed, smallest
 from millstream.engine.hardware import LoadError
+from millstream.kernels.sum_add_rms_norm import Mailboxes
 
 # Of a sum, times the ranks: each reads all parts of it, so more ranks go over to two shots earlier.
 _ONE_SHOT_BYTES = 256 << 10
 _TWO_SHOT_BYTES = 16 << 20
+# Of what a rank sends in an exchange through mailboxes, its own memory counted.
+_PACKED_BYTES = 512 << 10
+_FLAGGED_BYTES = 8 << 20
 _ALIGNMENT = 16
 _SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernels add
 
@@ -34,8 +38,9 @@ class GpuGroup:
         self.size = size
         self._meet = meet
         self._one_shot_bytes = _ONE_SHOT_BYTES // size
+        self._memory: list[Tensor] = []  # of mailboxes, which know addresses only
 
-    def join(self) -> None:
+    def join(self, hidden_size: int) -> None:
         """Raises LoadError if this process has a group already."""
         if dist.is_initialized():
             raise LoadError("tensor_parallel_size: this process has a torch.distributed group")
@@ -53,9 +58,7 @@ class GpuGroup:
         group = dist.group.WORLD
         assert group is not None
         self._name = group.group_name
-        # Two pieces: a sum may still lie in the one while little is gathered through the other.
-        self._sums = _symmetric_memory(_TWO_SHOT_BYTES, device, group)
-        self._gathers = _symmetric_memory(self._one_shot_bytes, device, group)[torch.float32]
+        self._allocate(hidden_size, device, group)
         # Communicators and kernels are made now: none may be while a graph is captured.
         for dtype in _SYMMETRIC_DTYPES:
             for num_bytes in (self._one_shot_bytes, 2 * self._one_shot_bytes, 2 * _TWO_SHOT_BYTES):
@@ -64,6 +67,35 @@ class GpuGroup:
                 )
         self.all_gather(torch.zeros(_TWO_SHOT_BYTES // 4, device=device))
         torch.cuda.synchronize(device)
+
+    def _allocate(self, hidden_size: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        # Two pieces: a sum may still lie in the one while little is gathered through the other.
+        sums, _ = _symmetric_memory(_TWO_SHOT_BYTES, device, group)
+        gathers, _ = _symmetric_memory(self._one_shot_bytes, device, group)
+        # Where a sum is left in it (two shots), it is used before the next one on the stream.
+        self._sums = {dtype: sums.view(dtype) for dtype in _SYMMETRIC_DTYPES}
+        self._gathers = gathers.view(torch.float32)
+
+        def mailboxes(sent_bytes: int, *, packed: bool) -> Mailboxes:
+            max_rows = sent_bytes // (2 * hidden_size * self.size)
+            num_bytes = Mailboxes.num_bytes(self.size, hidden_size, max_rows, packed=packed)
+            memory, addresses = _symmetric_memory(num_bytes, device, group)
+            self._memory.append(memory)
+            return Mailboxes.create(
+                torch.tensor(addresses, device=device),
+                rank=self.rank,
+                hidden_size=hidden_size,
+                max_rows=max_rows,
+                packed=packed,
+            )
+
+        self._packed = mailboxes(_PACKED_BYTES, packed=True)
+        self._flagged = mailboxes(_FLAGGED_BYTES, packed=False)
+
+    def mailboxes(self, x: Tensor) -> Mailboxes | None:
+        if x.dtype is not torch.bfloat16 or not self._flagged.holds(x):
+            return None
+        return self._packed if self._packed.holds(x) else self._flagged
 
     def all_reduce(self, x: Tensor) -> Tensor:
         num_bytes = x.nbytes
@@ -109,14 +141,12 @@ class GpuGroup:
 
 def _symmetric_memory(
     num_bytes: int, device: torch.device, group: dist.ProcessGroup
-) -> dict[torch.dtype, Tensor]:
-    """Memory that all ranks reach, as each of the dtypes. Where a result is left in it (two shots),
-    whoever uses it does so before the next such operation on the stream."""
+) -> tuple[Tensor, list[int]]:
+    """Zeros that all ranks reach, and the address of each rank's."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    buffer = symmetric_memory.empty(num_bytes // 4, dtype=torch.float32, device=device)
-    symmetric_memory.rendezvous(buffer, group)
-    return {dtype: buffer.view(dtype) for dtype in _SYMMETRIC_DTYPES}
+    buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+    return buffer, symmetric_memory.rendezvous(buffer, group).buffer_ptrs
 
 
 def _one_shot(buffer: Tensor, x: Tensor, group_name: str) -> Tensor:

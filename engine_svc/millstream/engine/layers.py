@@ -74,6 +74,10 @@ class Linear(Layer):
         self._packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """What this process's weight makes of x."""
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         rows = x.shape[0]
@@ -114,7 +118,7 @@ class FusedLinear(Linear):
 class RowParallelLinear(Linear):
     """A projection whose columns, hence whose inputs, are spread over ranks; the bias is rank 0's.
 
-    Its forward adds up the ranks' products; ops that compute the product another way call reduce.
+    Its forward adds up the ranks' products.
     """
 
     def __init__(
@@ -123,10 +127,10 @@ class RowParallelLinear(Linear):
         super().__init__(in_features.length, out_features, bias=bias and group.rank == 0)
         self._in_features = in_features
         self._elsewhere = bias and group.rank > 0
-        self.reduce = group.all_reduce
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.reduce(super().forward(x))
+        return self.group.all_reduce(self.product(x))
 
     def checkpoint_parts(self, prefix: str) -> Iterator[tuple[str, ParameterPart]]:
         weight = self.weight

@@ -14,6 +14,7 @@ from torch import Tensor
 from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.layers import Linear, RMSNorm
+from millstream.engine.parallel import Group
 from millstream.engine.rope import RotaryEmbedding
 
 
@@ -23,11 +24,12 @@ class Stream(NamedTuple):
 
     residual: Tensor  # [n, hidden]
     pending: Tensor | None = None  # [n, hidden]
+    ranks: Group | None = None  # those whose pendings are the parts of a sum; None: it is whole
 
     def rows(self, index: Tensor) -> Stream:
         """Some of the tokens."""
         pending = None if self.pending is None else self.pending.index_select(0, index)
-        return Stream(self.residual.index_select(0, index), pending)
+        return Stream(self.residual.index_select(0, index), pending, self.ranks)
 
 
 class StepOps(Protocol):

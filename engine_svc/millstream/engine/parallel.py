@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from torch import Tensor
 
 from millstream.engine.hardware import LoadError
 from millstream.engine.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from millstream.kernels.sum_add_rms_norm import Mailboxes
 
 # Shares of the vocabulary start at multiples of it: noise is drawn for four token ids at once, and
 # rows of logits stay aligned.
@@ -33,12 +36,17 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
-    def join(self) -> None:
-        """Meets the other ranks; before this nothing else may be called."""
+    def join(self, hidden_size: int) -> None:
+        """Meets the other ranks; before this nothing else may be called. hidden_size: of the rows
+        that mailboxes are for."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks of x, contiguous, which may be overwritten. It may lie where the
         next all_reduce leaves its own."""
+
+    def mailboxes(self, x: Tensor) -> Mailboxes | None:
+        """Through which kernels exchange parts [n, hidden_size] of a sum like x; None: all_reduce
+        is better. The same on all ranks."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x, contiguous: [size, *x.shape]."""

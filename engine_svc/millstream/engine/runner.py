@@ -85,7 +85,7 @@ class ModelRunner:
             loaded = time.monotonic()
             shards: ShardSampler | None = None
             if group is not None:
-                group.join()
+                group.join(whole.hidden_size)
                 shards = ShardSampler(group, whole.vocab_size)
             self._steps = self._make_steps(model, ops, shards)
             num_blocks = self._set_up(config)

@@ -8,7 +8,6 @@ graph of one batch size serves any lengths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from millstream.engine.batch import ForwardBatch
 from millstream.engine.layers import Linear, RMSNorm, RowParallelLinear
 from millstream.engine.model_config import ModelConfig
 from millstream.engine.ops import SlotSampling, SlotState, Stream
+from millstream.engine.parallel import Group
 from millstream.engine.rope import RotaryEmbedding
 from millstream.engine.step_attention import (
     FlashAttention,
@@ -37,6 +37,7 @@ from millstream.kernels.sample import sample as gumbel_max
 from millstream.kernels.sample_filters import thresholds
 from millstream.kernels.sample_shards import best_of_shard, best_of_shards
 from millstream.kernels.silu_mul import silu_mul
+from millstream.kernels.sum_add_rms_norm import sum_add_rms_norm
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
@@ -202,15 +203,14 @@ class TritonStepOps:
 
     def add_linear(self, x: Tensor, layer: Linear, residual: Tensor) -> Stream:
         config = self._ops.config_for(x, layer)
+        if isinstance(layer, RowParallelLinear):  # the residual is added once, to the sum
+            return Stream(residual, self._product(x, layer, config), layer.group)
         if config is None or layer.bias is not None:
             return Stream(residual, self._product(x, layer, config))
-        if isinstance(layer, RowParallelLinear):  # the residual is added once, to the sum
-            part = linear(x, layer.weight, config, self._ops.workspace)
-            return Stream(residual, layer.reduce(part))
         return Stream(linear(x, layer.weight, config, self._ops.workspace, residual=residual))
 
     def _normed(self, stream: Stream, norm: RMSNorm, layer: Linear, *, swiglu: bool) -> Tensor:
-        residual, pending = stream
+        residual, pending, ranks = stream
         config = self._ops.config_for(residual, layer)
         workspace = self._ops.workspace
         if pending is None and isinstance(config, Gemv) and residual.shape[1] <= config.block_k:
@@ -218,8 +218,10 @@ class TritonStepOps:
             return linear(residual, layer.weight, config, workspace, swiglu=swiglu, norm=within)
         if pending is None:
             x = rms_norm(residual, norm.weight, norm.eps)
-        else:
+        elif ranks is None:
             x = add_rms_norm(pending, residual, norm.weight, norm.eps)
+        else:
+            x = _summed_norm(pending, residual, norm, ranks)
         if config is not None and layer.bias is None:
             return linear(x, layer.weight, config, workspace, swiglu=swiglu)
         product = self._product(x, layer, config)
@@ -228,7 +230,7 @@ class TritonStepOps:
     def _product(self, x: Tensor, layer: Linear, config: Config | None) -> Tensor:
         """A layer's output, with its bias."""
         if config is None:
-            return cast(Tensor, layer(x))
+            return layer.product(x)
         bias = None if layer.bias is None else layer.bias.expand(len(x), -1)
         return linear(x, layer.weight, config, self._ops.workspace, residual=bias)
 
@@ -261,3 +263,11 @@ class TritonStepOps:
             attention.prefill(query[chunks], keys, values, attended[chunks])
             attention.decode(query[decodes], keys, values, attended[decodes])
         return attended.view(len(qkv), -1)
+
+
+def _summed_norm(part: Tensor, residual: Tensor, norm: RMSNorm, ranks: Group) -> Tensor:
+    """add_rms_norm of the sum of the ranks' parts."""
+    mailboxes = ranks.mailboxes(part)
+    if mailboxes is None:
+        return add_rms_norm(ranks.all_reduce(part), residual, norm.weight, norm.eps)
+    return sum_add_rms_norm(part, residual, norm.weight, norm.eps, mailboxes)

@@ -1,0 +1,115 @@
+"""sum_add_rms_norm between processes: in Triton's interpreter on CPUs; between streams of one GPU
+with -m gpu. Between GPUs it is tests/bench/tp_gpu.py's matter."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millstream.kernels import reference
+from millstream.kernels.sum_add_rms_norm import Mailboxes, sum_add_rms_norm
+
+EPS = 1e-6
+ROWS = (3, 1, 4, 2, 4, 4, 1)  # of the exchanges, in their order
+MAX_ROWS = 4
+WAYS = pytest.mark.parametrize("packed", [True, False], ids=["packed", "flagged"])
+
+
+def inputs(exchange: int, ranks: int, hidden: int) -> tuple[torch.Tensor, ...]:
+    """Every rank's part [ranks, n, hidden], the residual and the weight: whole numbers, whose sums
+    need no rounding."""
+    generator = torch.Generator().manual_seed(exchange)
+    rows = ROWS[exchange]
+    shapes = ((ranks, rows, hidden), (rows, hidden), (hidden,))
+    numbers = (torch.randint(-20, 21, shape, generator=generator) for shape in shapes)
+    return tuple(each.to(torch.bfloat16) for each in numbers)
+
+
+def expected(exchange: int, ranks: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts, residual, weight = inputs(exchange, ranks, hidden)
+    summed = parts.float().sum(0).to(torch.bfloat16)
+    return reference.add_rms_norm(summed, residual, weight, EPS)
+
+
+def rank_process(memory: Path, rank: int, ranks: int, hidden: int, packed: bool, out: Any) -> None:
+    try:
+        num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS, packed=packed)
+        shared = torch.from_file(str(memory), True, ranks * num_bytes, dtype=torch.uint8)
+        addresses = [shared.data_ptr() + i * num_bytes for i in range(ranks)]
+        mailboxes = Mailboxes.create(
+            torch.tensor(addresses),
+            rank=rank,
+            hidden_size=hidden,
+            max_rows=MAX_ROWS,
+            packed=packed,
+        )
+        results = []
+        for exchange in range(len(ROWS)):
+            parts, residual, weight = inputs(exchange, ranks, hidden)
+            normed = sum_add_rms_norm(parts[rank], residual, weight, EPS, mailboxes)
+            results.append((normed.float().tolist(), residual.float().tolist()))
+        out.put((rank, results))
+    except BaseException as error:
+        out.put((rank, error))
+        raise
+
+
+@WAYS
+@pytest.mark.parametrize(("ranks", "hidden"), [(2, 48), (3, 64)])
+def test_ranks_in_processes(tmp_path: Path, ranks: int, hidden: int, packed: bool) -> None:
+    memory = tmp_path / "mailboxes"
+    num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS, packed=packed)
+    memory.write_bytes(bytes(ranks * num_bytes))
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    processes = [
+        context.Process(target=rank_process, args=(memory, rank, ranks, hidden, packed, out))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        results = dict(out.get(timeout=120) for _ in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert results[0] == results[ranks - 1]  # bit for bit
+    for exchange, (normed, residual) in enumerate(results[0]):
+        norm, total = expected(exchange, ranks, hidden)
+        assert torch.equal(torch.tensor(residual), total.float())
+        # The interpreter cuts bfloat16 off where torch rounds: a step at each rounding.
+        torch.testing.assert_close(torch.tensor(normed), norm.float(), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@WAYS
+@pytest.mark.parametrize("hidden", [1024, 5120])
+def test_two_streams_of_one_gpu(hidden: int, packed: bool) -> None:
+    num_bytes = Mailboxes.num_bytes(2, hidden, MAX_ROWS, packed=packed)
+    memory = torch.zeros(2, num_bytes, dtype=torch.uint8, device="cuda")
+    addresses = torch.tensor([box.data_ptr() for box in memory], device="cuda")
+    ranks = [
+        Mailboxes.create(addresses, rank=rank, hidden_size=hidden, max_rows=MAX_ROWS, packed=packed)
+        for rank in range(2)
+    ]
+    streams = [torch.cuda.Stream() for _ in ranks]  # type: ignore[no-untyped-call]
+    cases = [tuple(each.cuda() for each in inputs(i, 2, hidden)) for i in range(len(ROWS))]
+    residuals = [[case[1].clone() for case in cases] for _ in ranks]
+    torch.cuda.synchronize()
+    normed: list[list[torch.Tensor]] = [[], []]
+    for index, (parts, _, weight) in enumerate(cases):
+        for rank, mailboxes in enumerate(ranks):
+            with torch.cuda.stream(streams[rank]):
+                residual = residuals[rank][index]
+                normed[rank].append(sum_add_rms_norm(parts[rank], residual, weight, EPS, mailboxes))
+    torch.cuda.synchronize()
+    for index in range(len(cases)):
+        norm, total = expected(index, 2, hidden)
+        assert torch.equal(normed[0][index], normed[1][index])
+        assert torch.equal(residuals[0][index].cpu(), total)
+        torch.testing.assert_close(normed[0][index].cpu(), norm, rtol=2**-6, atol=1e-6)
