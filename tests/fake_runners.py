@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from millstream.engine.config import EngineConfig
-from millstream.engine.grammar_errors import GrammarError, VocabularyError
+from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
 from millstream.engine.instant_runner import made_up_result, note_logprobs
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import GrammarSpec
@@ -118,8 +118,8 @@ def scripted(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
 
 
 class GrammarRunner(FakeRunner):
-    """Prepares grammars, and then follows none. Their texts say what comes of it: `fail TEXT`, or
-    `wait SECONDS` before it is well."""
+    """Prepares grammars, and then follows none. Their texts say what comes of it: `fail TEXT`,
+    `full TEXT`, `vocabulary TEXT`, or `wait SECONDS` before it is well."""
 
     def __init__(self, config: EngineConfig, before_result: Callable[[Plan], None]) -> None:
         super().__init__(config, before_result)
@@ -130,6 +130,8 @@ class GrammarRunner(FakeRunner):
         outcome: Future[object] = Future()
         if what == "fail":
             outcome.set_exception(GrammarError(value))
+        elif what == "full":
+            outcome.set_exception(GrammarsFullError(value))
         elif what == "vocabulary":
             outcome.set_exception(VocabularyError(value))
         elif what == "wait":

@@ -1,7 +1,10 @@
 """EngineCore's loop, and the runner that answers at once."""
 
+import dataclasses
 import itertools
+from concurrent.futures import Future
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 from tests.toy_runner import ToyRunner, reference, toy_info, toy_request
@@ -10,7 +13,7 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.instant_runner import InstantRunner, create
 from millstream.engine.records import FinishedRecord
-from millstream.engine.request import FinishReason
+from millstream.engine.request import FinishReason, GrammarKind, GrammarSpec
 
 
 def make_core(max_in_flight: int = 2, **info: Any) -> tuple[EngineCore, ToyRunner]:
@@ -94,6 +97,38 @@ def test_a_step_with_nothing_to_do_is_empty() -> None:
     core, _ = make_core()
     record = core.step()
     assert (record.keys, record.token_ids, record.finished) == ([], [], [])
+
+
+class GrammarRunner(ToyRunner):
+    """Forgets a grammar that nobody holds."""
+
+    def __init__(self) -> None:
+        super().__init__(dataclasses.replace(toy_info(), structured_output=True))
+        self.kept: WeakValueDictionary[GrammarSpec, Future[None]] = WeakValueDictionary()
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[None]:
+        return self.kept.setdefault(spec, Future())
+
+
+def test_a_grammar_is_kept_while_a_request_follows_it_or_may() -> None:
+    runner = GrammarRunner()
+    core = EngineCore(runner, prefix_caching=True)
+    spec = GrammarSpec(kind=GrammarKind.REGEX, text="a")
+    core.prepare_grammar(spec)
+    core.submit(toy_request(1, [1], max_tokens=3, grammar=spec))
+    core.submit(toy_request(2, [1], max_tokens=9, grammar=spec))
+    core.submit(toy_request(3, list(range(65)), grammar=spec))  # never fits
+    core.forget_grammar(spec)
+    core.step()
+    core.finish([2], FinishReason.CANCELLED)
+    assert spec in runner.kept
+    run(core)
+    assert not runner.kept, "nobody follows it any more"
+    core.prepare_grammar(spec)
+    assert spec in runner.kept
+    core.forget_grammar(spec)
+    core.forget_grammar(spec)
+    assert not runner.kept
 
 
 def test_close_closes_the_runner() -> None:

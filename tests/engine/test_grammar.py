@@ -6,7 +6,6 @@ import json
 import random
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
 from tests.tiny_tokenizers import (
     BYTE_VOCAB_SIZE,
     ENDOFTEXT_ID,
@@ -27,10 +25,8 @@ from tests.tiny_tokenizers import (
     spm_tokenizer,
 )
 
-from millstream.engine import compiled_grammars, grammar_checker
-from millstream.engine.compiled_grammars import CompiledGrammars
+from millstream.engine import grammar_checker
 from millstream.engine.grammar import (
-    CompiledGrammar,
     GrammarState,
     ParallelFill,
     compile_grammar,
@@ -347,6 +343,12 @@ def test_what_kills_the_library_kills_the_checker_alone(checker: GrammarChecker)
         checker.check(spec("regex", "(a"))
 
 
+def test_a_check_tells_the_size(checker: GrammarChecker) -> None:
+    checker.check(spec("regex", "x"))  # what the first one of a process takes besides
+    small, large = (checker.check(spec("regex", f"[ab]{{{count}}}")) for count in (9, 3000))
+    assert 0 < small < large < grammar_checker.KEPT_LIMIT_BYTES
+
+
 def test_a_check_has_limited_processor_time(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker
 ) -> None:
@@ -357,80 +359,3 @@ def test_a_check_has_limited_processor_time(
     with pytest.raises(GrammarError, match=f"longer than {grammar_checker.CPU_LIMIT_S} s"):
         checker.check(spec("regex", "b+"))
     checker.check(spec("regex", "b+"))
-
-
-# ---- compiled beside the loop, and kept
-
-
-@pytest.fixture
-def grammars(tokenizer_file: Path) -> Iterator[CompiledGrammars]:
-    grammars = CompiledGrammars(tokenizer_file, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
-    yield grammars
-    grammars.close()
-
-
-def test_equal_grammars_are_compiled_once(grammars: CompiledGrammars) -> None:
-    first = grammars.prepare(spec("regex", "a+"))
-    assert grammars.prepare(spec("regex", "a+")) is first
-    first.result(30)
-    assert allowed(grammars.start(spec("regex", "a+"))) == set(byte_ids("a"))
-
-
-def test_errors_are_told_and_not_kept(grammars: CompiledGrammars) -> None:
-    bad = grammars.prepare(spec("regex", "("))
-    with pytest.raises(GrammarError, match="unclosed"):
-        bad.result(30)
-    for _ in range(100):
-        if grammars.prepare(spec("regex", "(")) is not bad:
-            return
-        time.sleep(0.01)
-    pytest.fail("the error was kept")
-
-
-def test_a_few_are_kept_and_the_others_still_start(grammars: CompiledGrammars) -> None:
-    specs = [spec("regex", f"a{{{i}}}b") for i in range(1, 160)]
-    for each in specs:
-        grammars.prepare(each).result(30)
-    assert len(grammars._outcomes) <= 129
-    assert allowed(grammars.start(specs[0])) == set(byte_ids("a"))
-
-
-def test_one_in_use_is_not_forgotten(
-    grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many requests with it were submitted long ago and start now, one by one."""
-    used, compiled = spec("regex", "a+"), list[str]()
-    grammars.prepare(used).result(30)
-    for i in range(1, 140):
-        grammars.prepare(spec("regex", f"a{{{i}}}b")).result(30)
-        grammars.start(used)
-    assert used in grammars._outcomes
-
-    def count(vocabulary: LLTokenizer, each: GrammarSpec) -> CompiledGrammar:
-        compiled.append(each.text)
-        return compile_grammar(vocabulary, each)
-
-    monkeypatch.setattr(compiled_grammars, "compile_grammar", count)
-    for _ in range(3):
-        grammars.start(spec("regex", "a{1}b"))
-    assert compiled == ["a{1}b"], "one that was crowded out is kept again"
-
-
-def test_a_slow_grammar_holds_up_no_other(grammars: CompiledGrammars) -> None:
-    many = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(3, 20)]
-    for warm in [grammars.prepare(spec("regex", f"a{{{i}}}")) for i in range(6)]:
-        warm.result(30)  # by both workers
-    slow = grammars.prepare(spec("json_schema", {"allOf": many}))
-    grammars.prepare(spec("regex", "b")).result(30)
-    assert not slow.done()
-    with pytest.raises(GrammarError):
-        slow.result(60)
-
-
-def test_children_end_with_the_threads(tokenizer_file: Path) -> None:
-    grammars = CompiledGrammars(tokenizer_file, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
-    grammars.prepare(spec("regex", "a")).result(30)
-    grammars.close()
-    for worker in grammars._workers:
-        worker.join(10)
-        assert not worker.is_alive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.tiny_tokenizers import (
 )
 from tests.toy_runner import toy_info, toy_request
 
-from millstream.engine import LLM, SamplingParams
+from millstream.engine import LLM, SamplingParams, compiled_grammars
 from millstream.engine.grammar import GrammarState, MaskRow
 from millstream.engine.grammar_errors import GrammarError
 from millstream.engine.plan import Plan, StepResult
@@ -103,6 +104,25 @@ def test_every_kind_in_one_batch_gives_what_each_gives_alone(llm: LLM) -> None:
     for output, each in zip(together, params, strict=True):
         check(output, each)
         assert output == one(llm, **_fields(each))
+
+
+def test_more_grammars_in_one_call_than_are_kept_for_nobody(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread compiles none of them, however long it is since they were prepared."""
+    threads = set[str]()
+    compile_grammar = compiled_grammars.compile_grammar
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return compile_grammar(*args, **kwargs)
+
+    monkeypatch.setattr(compiled_grammars, "compile_grammar", watched)
+    params = [SamplingParams(regex=f"[xy]z{{{i}}}", max_tokens=2) for i in range(1, 151)]
+    outputs = llm.generate([PROMPT] * 150, params, use_tqdm=False)
+    assert all(re.fullmatch("[xy]z", output["text"]) for output in outputs)
+    assert threads == {"grammars"}
+    assert not llm._core._prepared and not llm._core._followed
 
 
 def test_n_samples_follow_one_grammar(llm: LLM) -> None:

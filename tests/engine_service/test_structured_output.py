@@ -71,6 +71,15 @@ async def test_a_bad_grammar_is_refused_with_its_reason(stream: Stream, field: s
     assert stream.finished[1].reason == LENGTH
 
 
+async def test_one_for_which_there_is_no_room_may_come_again(stream: Stream) -> None:
+    await stream.submit(submission(1, regex="full now"))
+    await stream.until_ended(1)
+    refusal = stream.refusal(1)
+    assert isinstance(refusal, errors.QueueFull)
+    assert (refusal.field, refusal.message) == ("sampling.regex", "sampling.regex: now")
+    assert refusal.retry_after_s and refusal.retry_after_s > 0
+
+
 async def test_bad_values(stream: Stream) -> None:
     await stream.submit(
         submission(1, choice=choice()),

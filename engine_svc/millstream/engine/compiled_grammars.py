@@ -3,9 +3,9 @@
     prepare(spec)   any thread: a worker checks the grammar (grammar_checker.py) and compiles it
     start(spec)     the engine's thread: a walk of a prepared grammar (token_masks.Grammars)
 
-Those not used for longest are forgotten. A request is accepted when its grammar is prepared, so
-start() finds it; one that was crowded out while its request waited is compiled again, which has
-gone well before.
+A grammar is there for as long as somebody holds the future that prepare() gave: EngineCore does, of
+every request that follows one, so start() finds it and never compiles. Besides, the last few are
+kept for the next request. All of them together are bounded: what does not fit is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from llguidance import LLTokenizer
 
@@ -30,18 +31,22 @@ from millstream.engine.grammar import (
     compile_grammar,
     load_vocabulary,
 )
-from millstream.engine.grammar_checker import GrammarChecker
-from millstream.engine.grammar_errors import GrammarError
+from millstream.engine.grammar_checker import KEPT_LIMIT_BYTES, GrammarChecker
+from millstream.engine.grammar_errors import GrammarError, GrammarsFullError
 from millstream.engine.request import GrammarSpec
 from millstream.engine.token_masks import Grammar
 
 Result = TypeVar("Result")
 
 _NUM_WORKERS = 2  # what takes long holds up one of them
-_MAX_KEPT = 128
+_MAX_RECENT = 128
+_MAX_BYTES = _MAX_RECENT * KEPT_LIMIT_BYTES
 _NUM_FILLERS = min(8, os.cpu_count() or 1)
 _FEWEST_TOGETHER = 8  # a row takes about 40 us, and a call of the threads about as much
 _STACK_BYTES = 16 << 20  # of a worker: more than the checker's
+
+
+Outcome = Future[CompiledGrammar]
 
 
 class CompiledGrammars:
@@ -56,8 +61,10 @@ class CompiledGrammars:
         )
         self._vocabulary: Future[LLTokenizer] = Future()
         self._lock = threading.Lock()
-        self._outcomes: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[CompiledGrammar]] | None]
+        # Under the lock. All that somebody holds, and the last ones, which this object holds.
+        self._outcomes: WeakValueDictionary[GrammarSpec, Outcome] = WeakValueDictionary()
+        self._recent: OrderedDict[GrammarSpec, Outcome] = OrderedDict()
+        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Outcome] | None]
         self._jobs = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._fill: ParallelFill | None = None
@@ -65,8 +72,9 @@ class CompiledGrammars:
         load = partial(load_vocabulary, tokenizer_file, vocab_size, eos_token_ids)
         _start_thread(partial(_settle, self._vocabulary, load), "vocabulary")
 
-    def prepare(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        """Compiles a grammar unless that is done; the future may have a GrammarError."""
+    def prepare(self, spec: GrammarSpec) -> Outcome:
+        """Compiles a grammar unless that is done; the future may have a GrammarError. start() finds
+        it for as long as the future is held."""
         with self._lock:
             outcome = self._outcomes.get(spec)
             if outcome is None:
@@ -76,21 +84,19 @@ class CompiledGrammars:
                     self._workers = [
                         _start_thread(self._work, "grammars") for _ in range(_NUM_WORKERS)
                     ]
-                self._forget_oldest()
-            self._outcomes.move_to_end(spec)
+            self._recent[spec] = outcome
+            self._recent.move_to_end(spec)
+            if len(self._recent) > _MAX_RECENT:
+                self._recent.popitem(last=False)
             return outcome
 
     def start(self, spec: GrammarSpec) -> GrammarState | Unstartable:
-        """A new walk of a grammar that was prepared."""
+        """A new walk of a grammar that was prepared. Takes no time: the engine's loop waits."""
         with self._lock:
             outcome = self._outcomes.get(spec)
-            if outcome is not None:
-                self._outcomes.move_to_end(spec)
+        if outcome is None or not outcome.done():
+            return Unstartable(GrammarError("it was not compiled before its request"))
         try:
-            if outcome is None or not outcome.done():
-                compiled = compile_grammar(self._vocabulary.result(), spec)
-                self._keep(spec, compiled)
-                return compiled.start()
             return outcome.result().start()
         except GrammarError as error:
             return Unstartable(error)
@@ -108,33 +114,40 @@ class CompiledGrammars:
         for _ in self._workers:
             self._jobs.put(None)
 
-    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
-        """Unless a worker is at it."""
-        with self._lock:
-            if spec not in self._outcomes:
-                outcome = self._outcomes[spec] = Future()
-                outcome.set_result(compiled)
-                self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        done = [spec for spec, outcome in self._outcomes.items() if outcome.done()]
-        for spec in done[: max(0, len(self._outcomes) - _MAX_KEPT)]:
-            del self._outcomes[spec]
-
     def _work(self) -> None:
         """A worker thread: a grammar at a time, until it is told to stop."""
         checker = self._new_checker()
         while (job := self._jobs.get()) is not None:
-            spec, outcome = job
-            _settle(outcome, partial(self._compile, checker, spec))
-            if outcome.exception() is not None:  # maybe not the grammar's fault: try it again
-                with self._lock:
-                    self._outcomes.pop(spec, None)
+            self._work_on(checker, *job)
+            del job  # or it would be held until the next one comes
         checker.close()
 
+    def _work_on(self, checker: GrammarChecker, spec: GrammarSpec, outcome: Outcome) -> None:
+        _settle(outcome, partial(self._compile, checker, spec))
+        if outcome.exception() is not None:  # maybe not the grammar's fault: try it again
+            with self._lock:
+                self._outcomes.pop(spec, None)
+                self._recent.pop(spec, None)
+
     def _compile(self, checker: GrammarChecker, spec: GrammarSpec) -> CompiledGrammar:
-        checker.check(spec)
-        return compile_grammar(self._vocabulary.result(), spec)
+        kept_bytes = checker.check(spec)
+        self._make_room(kept_bytes)
+        return compile_grammar(self._vocabulary.result(), spec, kept_bytes=kept_bytes)
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        """Forgets recent ones where it must. Raises GrammarsFullError if that is not enough."""
+        with self._lock:
+            while self._kept_bytes() + wanted_bytes > _MAX_BYTES:
+                if not self._recent:
+                    raise GrammarsFullError(
+                        f"the grammars of the requests in the engine take {_MAX_BYTES >> 20} MiB "
+                        "together already"
+                    )
+                self._recent.popitem(last=False)
+
+    def _kept_bytes(self) -> int:
+        done = [each for each in self._outcomes.values() if each.done()]
+        return sum(each.result().kept_bytes for each in done if each.exception() is None)
 
 
 class Unstartable:

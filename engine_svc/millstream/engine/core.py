@@ -34,16 +34,25 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._finished: list[FinishedRecord] = []  # between steps; told with the next one
+        # What the runner keeps compiled: for requests to come, and by the key of one that is here.
+        self._prepared: dict[GrammarSpec, Future[Any]] = {}
+        self._followed: dict[int, Future[Any]] = {}
 
     def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
-        """As Runner.prepare_grammar: to be done before a request with this grammar is submitted."""
-        return self._runner.prepare_grammar(spec)
+        """As Runner.prepare_grammar: to be done before a request with this grammar is submitted. It
+        is kept until it is forgotten, and then while a request follows it."""
+        outcome = self._prepared[spec] = self._runner.prepare_grammar(spec)
+        return outcome
+
+    def forget_grammar(self, spec: GrammarSpec) -> None:
+        """No request with this grammar is submitted before it is prepared again."""
+        self._prepared.pop(spec, None)
 
     def submit(self, request: Request) -> None:
         """Takes a request. Exactly one FinishedRecord will come of it."""
         grammar = request.sampling.grammar
         if grammar is not None and self.info.structured_output:
-            self._runner.prepare_grammar(grammar)  # it is there, and is kept a while longer
+            self._followed[request.key] = self._runner.prepare_grammar(grammar)  # it is there
         finished = self.scheduler.add(request, self._clock())
         if finished is not None:
             self._finished.append(finished)
@@ -68,9 +77,16 @@ class EngineCore:
         earlier, self._finished = self._finished, []
         if not scheduler.num_launched:
             assert not scheduler.has_work, "sequences are left and none can be computed"
-            return StepRecord(scheduler.stats().steps, [], [], earlier)
+            return self._let_go(StepRecord(scheduler.stats().steps, [], [], earlier))
         record = scheduler.apply(runner.collect(), self._clock())
         record.finished[:0] = earlier
+        return self._let_go(record)
+
+    def _let_go(self, record: StepRecord) -> StepRecord:
+        """The grammars of what has ended, which nobody follows any more."""
+        if self._followed:
+            for finished in record.finished:
+                self._followed.pop(finished.key, None)
         return record
 
     def prepare_ahead(self) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, assert_never
 from millstream.engine.channel import CoreChannel
 from millstream.engine.child_process import CLEAR_ERRORS, explain, named, outlive_nobody
 from millstream.engine.core import EngineCore
-from millstream.engine.grammar_errors import GrammarError, VocabularyError
+from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
 from millstream.engine.load import load_core
 from millstream.engine.records import (
     AskStats,
@@ -34,6 +34,7 @@ from millstream.engine.records import (
     CachedBlocks,
     Fault,
     Finish,
+    ForgetGrammar,
     GrammarPrepared,
     Loaded,
     LoadFailed,
@@ -160,6 +161,8 @@ def _obey(
         case PrepareGrammar(token, spec):
             outcome = core.prepare_grammar(spec)
             outcome.add_done_callback(lambda outcome: commands.put(_prepared(token, outcome)))
+        case ForgetGrammar(spec):
+            core.forget_grammar(spec)
         case GrammarPrepared():
             channel.send(command)
         case Start():
@@ -175,8 +178,12 @@ def _prepared(token: int, outcome: Future[Any]) -> GrammarPrepared:
     if not isinstance(error, GrammarError):
         logger.error("compiling a grammar failed", exc_info=error)
         return GrammarPrepared(token, "compiling it failed; the service's log has it")
-    has_vocabulary = not isinstance(error, VocabularyError)
-    return GrammarPrepared(token, str(error), has_vocabulary)
+    return GrammarPrepared(
+        token,
+        str(error),
+        has_vocabulary=not isinstance(error, VocabularyError),
+        has_room=not isinstance(error, GrammarsFullError),
+    )
 
 
 def _tell_block_events(core: EngineCore, channel: CoreChannel) -> None:

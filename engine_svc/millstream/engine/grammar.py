@@ -49,7 +49,8 @@ def load_vocabulary(
 class CompiledGrammar:
     """A grammar at its beginning."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, kept_bytes: int) -> None:
+        self.kept_bytes = kept_bytes
         self._matcher = matcher
         self._eos_token_ids = frozenset(vocabulary.eos_tokens)
         self.mask_words = -(-vocabulary.vocab_size // 32)
@@ -59,12 +60,15 @@ class CompiledGrammar:
         return GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self.mask_words)
 
 
-def compile_grammar(vocabulary: LLTokenizer, spec: GrammarSpec) -> CompiledGrammar:
+def compile_grammar(
+    vocabulary: LLTokenizer, spec: GrammarSpec, *, kept_bytes: int = 0
+) -> CompiledGrammar:
     """Compiles and tries the first token. Releases the GIL for most of it; usually takes about a
-    millisecond, may take seconds. Raises GrammarError."""
+    millisecond, may take seconds. `kept_bytes`: its size, from who has measured that. Raises
+    GrammarError."""
     matcher = LLMatcher(vocabulary, _library_grammar(spec), log_level=0, limits=_LIMITS)
     _raise_error(matcher)
-    compiled = CompiledGrammar(matcher, vocabulary)
+    compiled = CompiledGrammar(matcher, vocabulary, kept_bytes)
     _try_first_token(compiled)
     return compiled
 

@@ -7,7 +7,8 @@ the operating system. What it survives, the engine compiles too.
     parent (GrammarChecker)  -- {"tokenizer_file": ...}                 --> child
                              <-- ""                                     --
                              -- {"kind": 3, "text": "a+"}               -->
-                             <-- "" or what is wrong with it            --      JSON, a line each
+                             <-- 5120 (its size compiled, in bytes)     --
+                                 or what is wrong with it                       JSON, a line each
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from millstream.engine.request import GrammarKind, GrammarSpec
 
 CPU_LIMIT_S = 2  # of processor time, so that a busy machine refuses no more than an idle one
 MEMORY_LIMIT_BYTES = 256 << 20  # beside what the vocabulary takes
-KEPT_LIMIT_BYTES = 16 << 20  # of a compiled grammar: the engine keeps a few hundred
+KEPT_LIMIT_BYTES = 16 << 20  # of a compiled grammar: the engine keeps many
 # Below what the engine's threads have: what is shallow enough here is so there too.
 STACK_LIMIT_BYTES = 4 << 20
 _START_TIMEOUT_S = 60.0
@@ -59,13 +60,15 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: _Lines | None = None
 
-    def check(self, spec: GrammarSpec) -> None:
-        """Raises GrammarError for a grammar that the engine should not compile."""
+    def check(self, spec: GrammarSpec) -> int:
+        """The bytes that it takes when it is compiled. Raises GrammarError for a grammar that the
+        engine should not compile."""
         if self._lines is None:
             self._lines = self._start()
-        problem = self._ask({"kind": int(spec.kind), "text": spec.text}, _ANSWER_TIMEOUT_S)
-        if problem:
-            raise GrammarError(problem)
+        answer = self._ask({"kind": int(spec.kind), "text": spec.text}, _ANSWER_TIMEOUT_S)
+        if isinstance(answer, str):
+            raise GrammarError(answer)
+        return answer
 
     def close(self) -> None:
         """Ends the child; check() may start another."""
@@ -89,17 +92,19 @@ class GrammarChecker:
         self._lines = _Lines(ours)
         if problem := self._ask(self._vocabulary, _START_TIMEOUT_S):
             self.close()
-            raise VocabularyError(problem)
+            raise VocabularyError(str(problem))
         return self._lines
 
-    def _ask(self, question: dict[str, Any], timeout_s: float) -> str:
+    def _ask(self, question: dict[str, Any], timeout_s: float) -> str | int:
         assert self._lines is not None
         try:
             self._lines.send(question, timeout_s)
             answer = self._lines.receive(timeout_s)
         except OSError:  # a timeout too
             answer = None
-        return self._explain_end() if answer is None else str(answer)
+        if not isinstance(answer, str | int):
+            return self._explain_end()
+        return answer
 
     def _explain_end(self) -> str:
         """What to say of a question that was not answered; the child is ended."""
@@ -165,19 +170,20 @@ def main() -> None:
     _limit_memory()
     while (question := lines.receive()) is not None:
         _limit_time()
-        problem = ""
+        answer: str | int
         try:
             spec = GrammarSpec(kind=GrammarKind(question["kind"]), text=question["text"])
             before = _allocated_bytes()
             compiled = compile_grammar(vocabulary, spec)
-            if _allocated_bytes() - before > KEPT_LIMIT_BYTES:
-                problem = f"compiled, it takes more than {KEPT_LIMIT_BYTES >> 20} MiB"
+            answer = max(0, _allocated_bytes() - before)
+            if answer > KEPT_LIMIT_BYTES:
+                answer = f"compiled, it takes more than {KEPT_LIMIT_BYTES >> 20} MiB"
             del compiled
         except GrammarError as error:
-            problem = str(error) or "it cannot be compiled"
+            answer = str(error) or "it cannot be compiled"
         except BaseException as error:  # the library's panics are no Exceptions
-            problem = f"compiling it fails: {type(error).__name__}"
-        lines.send(problem)
+            answer = f"compiling it fails: {type(error).__name__}"
+        lines.send(answer)
 
 
 def _allocated_bytes() -> int:

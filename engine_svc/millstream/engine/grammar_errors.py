@@ -7,5 +7,9 @@ class GrammarError(ValueError):
     """The grammar cannot be followed; the message is the library's, in one line."""
 
 
+class GrammarsFullError(GrammarError):
+    """It could be followed, once there is room for it again."""
+
+
 class VocabularyError(GrammarError):
     """No grammar can be followed: the model's tokenizer cannot be used."""

@@ -7,10 +7,11 @@ import json
 from millstream.engine.checks import invalid
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import GrammarKind, GrammarSpec
-from millstream.rpc.errors import InvalidArgument, MillstreamError, NoTokenizer
+from millstream.rpc.errors import InvalidArgument, MillstreamError, NoTokenizer, QueueFull
 from millstream.v1 import engine_pb2
 
 MAX_GRAMMAR_CHARS = 1 << 17  # Accepted tells them of each sample
+_ROOM_AFTER_S = 1.0  # a guess: when some request that follows a large grammar has ended
 
 
 def resolve_grammar(params: engine_pb2.SamplingParams, info: RunnerInfo) -> GrammarSpec | None:
@@ -56,9 +57,13 @@ def set_grammar(params: engine_pb2.SamplingParams, spec: GrammarSpec | None) -> 
             setattr(params, spec.kind.name.lower(), spec.text)
 
 
-def refusal_of(spec: GrammarSpec, problem: str, *, has_vocabulary: bool = True) -> MillstreamError:
-    """The error of a request whose grammar cannot be compiled."""
+def refusal_of(
+    spec: GrammarSpec, problem: str, *, has_vocabulary: bool = True, has_room: bool = True
+) -> MillstreamError:
+    """The error of a request whose grammar cannot be compiled, or cannot be kept now."""
     field = _field(spec.kind)
+    if not has_room:
+        return QueueFull(f"{field}: {problem}", field=field, retry_after_s=_ROOM_AFTER_S)
     kind = InvalidArgument if has_vocabulary else NoTokenizer
     return kind(f"{field}: {problem}", field=field)
 

@@ -32,7 +32,10 @@ class Intake:
         self._core = core
         self.admission: Admission | None = None  # once the core is loaded
         self._preparations = Preparations(
-            core.prepare_grammar, on_ready=self._accept_held, on_refused=self._refuse_held
+            core.prepare_grammar,
+            core.forget_grammar,
+            on_ready=self._accept_held,
+            on_refused=self._refuse_held,
         )
 
     def submit(
@@ -53,7 +56,9 @@ class Intake:
             timers = [self._deadline_timer(stream, submission, sample) for sample in samples]
             grammar = samples[0].sampling.grammar
             if grammar is not None and not self._preparations.is_ready(grammar):
-                held = HeldSubmission(stream=stream, samples=samples, timers=timers)
+                held = HeldSubmission(
+                    stream=stream, samples=samples, grammar=grammar, timers=timers
+                )
                 self._preparations.hold(held)
                 continue
             requests += samples

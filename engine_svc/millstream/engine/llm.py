@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
-import numbers
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.generation_config import sampling_defaults
 from millstream.engine.grammar_errors import GrammarError, VocabularyError
 from millstream.engine.grammar_validation import refusal_of
 from millstream.engine.interrupts import uninterrupted
+from millstream.engine.llm_arguments import Prompt, engine_config, params_list, prompt_list
 from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.records import FinishedRecord, Stats
@@ -31,10 +29,8 @@ from millstream.engine.request import FinishReason, GrammarSpec, Request
 from millstream.engine.validation import to_requests
 from millstream.rpc.errors import EngineFault, Unsupported
 from millstream.rpc.sampling_params import SamplingParams, to_proto
-from millstream.rpc.values import check_ids, check_list, check_text, refusal
+from millstream.rpc.values import check_ids, check_text, refusal
 from millstream.v1 import engine_pb2
-
-Prompt = str | Sequence[int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,12 +52,13 @@ class LLM:
         ("qwen3-0.6b") will do as the model. Raises TypeError for an unknown option, hub.HubError
         for a model that cannot be had, and a ValueError or OSError for one that cannot be loaded.
         """
-        config = _config(None if model is None else str(model), options)
+        config = engine_config(None if model is None else str(model), options)
         self._model_dir = find_model(config)
         self._loaded: EngineCore | None = load_core(config, self._model_dir)
         self._defaults = sampling_defaults(config.generation_config, self._model_dir)
         self._num_keys = 0
         self._outputs: dict[int, _Generated] = {}  # of requests that have not ended
+        self._prepared: list[GrammarSpec] = []  # for requests that are being submitted
         self._tokenizer: Any = None
 
     # ---- one step at a time
@@ -72,8 +69,9 @@ class LLM:
 
         Raises what validation.to_requests does, for a bad value or field.
         """
-        samples = self._samples(prompt, sampling_params)
-        self._submit(samples)
+        with self._grammars_kept():
+            samples = self._samples(prompt, sampling_params)
+            self._submit(samples)
         return samples[0].key
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -106,23 +104,11 @@ class LLM:
         """
         if not self.is_finished():
             raise RuntimeError("generate: requests are pending; step() until is_finished() first")
-        inputs = _prompt_list(prompts)
-        params = _params_list(sampling_params, len(inputs))
-        prompt_samples = [self._samples(*each) for each in zip(inputs, params, strict=True)]
-        requests = list(itertools.chain.from_iterable(prompt_samples))
-        results: dict[int, tuple[FinishedRecord, _Generated]] = {}
-        try:
-            self._submit(requests)
-            with tqdm(total=len(requests), desc="generating", disable=not use_tqdm) as progress:
-                while not self.is_finished():
-                    finished, _ = self._step()
-                    results.update((ended[0].key, ended) for ended in finished)
-                    progress.update(len(finished))
-        except BaseException:  # Ctrl-C too: the next call finds an idle engine
-            # Suppressed because a broken engine's second fault would hide the first.
-            with contextlib.suppress(Exception), uninterrupted():
-                self._cancel_all()
-            raise
+        inputs = prompt_list(prompts)
+        params = params_list(sampling_params, len(inputs))
+        with self._grammars_kept():
+            prompt_samples = [self._samples(*each) for each in zip(inputs, params, strict=True)]
+            results = self._run(list(itertools.chain.from_iterable(prompt_samples)), use_tqdm)
         return [
             self._result([results[sample.key] for sample in samples], each)
             for samples, each in zip(prompt_samples, params, strict=True)
@@ -191,7 +177,18 @@ class LLM:
             self._prepare_grammar(grammar)
         return samples
 
+    @contextlib.contextmanager
+    def _grammars_kept(self) -> Iterator[None]:
+        """What is prepared inside is there when its request is submitted, which then keeps it."""
+        try:
+            yield
+        finally:
+            for spec in self._prepared:
+                self._core.forget_grammar(spec)
+            self._prepared.clear()
+
     def _prepare_grammar(self, spec: GrammarSpec) -> None:
+        self._prepared.append(spec)
         try:
             self._core.prepare_grammar(spec).result()
         except GrammarError as error:
@@ -203,6 +200,25 @@ class LLM:
             for request in requests:
                 self._outputs[request.key] = _Generated()
                 self._core.submit(request)
+
+    def _run(
+        self, requests: list[Request], use_tqdm: bool
+    ) -> dict[int, tuple[FinishedRecord, _Generated]]:
+        """Runs requests to their end, or cancels all; how each has ended, by key."""
+        results: dict[int, tuple[FinishedRecord, _Generated]] = {}
+        try:
+            self._submit(requests)
+            with tqdm(total=len(requests), desc="generating", disable=not use_tqdm) as progress:
+                while not self.is_finished():
+                    finished, _ = self._step()
+                    results.update((ended[0].key, ended) for ended in finished)
+                    progress.update(len(finished))
+        except BaseException:  # Ctrl-C too: the next call finds an idle engine
+            # Suppressed because a broken engine's second fault would hide the first.
+            with contextlib.suppress(Exception), uninterrupted():
+                self._cancel_all()
+            raise
+        return results
 
     def _step(self) -> tuple[list[tuple[FinishedRecord, _Generated]], int]:
         with uninterrupted():
@@ -269,32 +285,3 @@ class LLM:
 
             self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
         return self._tokenizer
-
-
-def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
-    known = [field.name for field in dataclasses.fields(EngineConfig)]
-    for name in options:
-        if name not in known or name == "model":
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"LLM() has no option {name!r}{hint}")
-    return EngineConfig(model=model, **options)
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    wanted = "a text, a list of token ids, or a list of those"
-    items: Sequence[Any] = check_list("prompts", prompts, wanted)
-    is_one = len(items) > 0 and isinstance(items[0], numbers.Integral)
-    return [items] if is_one else list(items)
-
-
-def _params_list(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(check_list("sampling_params", params, "one for all or a list")) != count:
-        raise ValueError(f"sampling_params: one, or one a prompt ({count}), not {len(params)}")
-    return [SamplingParams() if one is None else one for one in params]

@@ -135,7 +135,8 @@ class Runner(Protocol):
 
     def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
         """Compiles a grammar beside the loop, before a request that follows it is launched; the
-        future may have a GrammarError. Only if info.structured_output."""
+        future may have a GrammarError, and is held while there are such requests. Only if
+        info.structured_output."""
 
     def close(self) -> None:
         """Frees what the runner holds."""

@@ -70,13 +70,29 @@ class UnwatchBlocks(_Record, frozen=True):
 
 
 class PrepareGrammar(_Record, frozen=True):
-    """The core answers with a GrammarPrepared; then requests may follow the grammar."""
+    """The core answers with a GrammarPrepared; then requests may follow the grammar, until it is
+    forgotten."""
 
     token: int
     spec: GrammarSpec
 
 
-ToCore = Start | Submit | Finish | AskStats | WatchBlocks | UnwatchBlocks | PrepareGrammar
+class ForgetGrammar(_Record, frozen=True):
+    """No request will follow a grammar, unless it is prepared again."""
+
+    spec: GrammarSpec
+
+
+ToCore = (
+    Start
+    | Submit
+    | Finish
+    | AskStats
+    | WatchBlocks
+    | UnwatchBlocks
+    | PrepareGrammar
+    | ForgetGrammar
+)
 
 # ---- core -> front end
 
@@ -165,11 +181,13 @@ class BlockEvents(_Record, frozen=True):
 
 
 class GrammarPrepared(_Record, frozen=True):
-    """A grammar is compiled, or why it is not: then `has_vocabulary` is False if no grammar can."""
+    """A grammar is compiled, or why it is not: then `has_vocabulary` is False if no grammar can,
+    `has_room` if this one can later."""
 
     token: int
     problem: str = ""
     has_vocabulary: bool = True
+    has_room: bool = True
 
 
 class Fault(_Record, frozen=True):

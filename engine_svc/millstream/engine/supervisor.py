@@ -26,6 +26,7 @@ from millstream.engine.records import (
     CachedBlocks,
     Fault,
     Finish,
+    ForgetGrammar,
     FromCore,
     GrammarPrepared,
     Loaded,
@@ -126,12 +127,21 @@ class Supervisor:
         return record.stats
 
     async def prepare_grammar(self, spec: GrammarSpec) -> None:
-        """Waits until requests may follow the grammar. Raises the error that refuses them, or
-        EngineUnavailable."""
+        """Waits until requests may follow the grammar, as they may until it is forgotten. Raises
+        the error that refuses them, or EngineUnavailable."""
         record = await self._ask(lambda token: PrepareGrammar(token, spec))
         assert isinstance(record, GrammarPrepared)
         if record.problem:
-            raise refusal_of(spec, record.problem, has_vocabulary=record.has_vocabulary)
+            raise refusal_of(
+                spec,
+                record.problem,
+                has_vocabulary=record.has_vocabulary,
+                has_room=record.has_room,
+            )
+
+    def forget_grammar(self, spec: GrammarSpec) -> None:
+        """The core need not keep it for requests to come; those that it has keep it themselves."""
+        self._send(ForgetGrammar(spec))
 
     def watch_blocks(self, token: int) -> None:
         """Asks for a CachedBlocks with this token, and for BlockEvents from then on."""
