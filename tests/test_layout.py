@@ -36,10 +36,22 @@ def test_the_client_imports_none_of_the_services_libraries() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_core_process_is_started_before_the_long_imports() -> None:
+    """Importing the command line brings what starting the core needs, and no more."""
+    code = (
+        "import sys, millstream.engine.__main__\n"
+        "print(sorted({'grpc', 'google.protobuf', 'millstream.hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_the_front_end_does_not_import_torch() -> None:
     """Nor what the first request with a stop string brings."""
     code = (
         "import sys, millstream.engine.__main__\n"
+        "from millstream.engine import load, service, servicer, vllm_dialect\n"
+        "vllm_dialect.find_dialect()\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -20,6 +20,7 @@ from millstream.engine.records import (
     Finish,
     FinishedRecord,
     FromCore,
+    Load,
     Loaded,
     LoadFailed,
     Start,
@@ -44,8 +45,9 @@ INFO = RunnerInfo(
 SAMPLING = Sampling(max_tokens=5, seed=2**64 - 1, stop_token_ids=(3, 4), temperature=0.25)
 FINISHED = FinishedRecord(make_key(2**20, 2**32 - 1), 1, None, "", 1, 0, 2, 0.5, 0.25, 1.0, 2.0, 0)
 TO_CORE: list[ToCore] = [
-    Start(EngineConfig(max_num_seqs=3, step_timeout_s=0.5), None),
-    Start(EngineConfig(), "/a/folder"),
+    Start(EngineConfig(max_num_seqs=3, step_timeout_s=0.5)),
+    Load(None),
+    Load("/a/folder"),
     Submit([Request(key=2**40, token_ids=[1, 2**31], sampling=SAMPLING, cache_salt="é")]),
     Submit([Request(key=1, token_ids=list(range(300_000)), sampling=SAMPLING)]),
     Finish([1, 2**63], 3),
@@ -59,6 +61,7 @@ FROM_CORE: list[FromCore] = [
     StepRecord(3, list(range(2**40, 2**40 + 300_000)), list(range(300_000)), []),
     StatsRecord(7, Stats(num_requests_running=1)),
     Fault("why"),
+    Loaded(INFO, (("imports", 1.5),)),
 ]
 
 

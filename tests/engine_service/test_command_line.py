@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from tests.engine_processes import ROOT
+from tests.engine_processes import ROOT, EngineProcess
 
 from millstream.engine.config import EngineConfig
 
@@ -82,3 +85,20 @@ def test_what_keeps_it_from_starting_is_one_line(
     assert done.stderr.startswith("millstream-engine: error: ")
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
+
+
+def test_a_start_tells_where_its_time_went() -> None:
+    """From the process's start: the phases add up to the whole."""
+    begun = time.monotonic()
+    started = EngineProcess(runner="instant")
+    started.wait_until_serving()
+    elapsed_s = time.monotonic() - begun
+    started.process.send_signal(signal.SIGTERM)
+    log = started.finish()
+    told = re.search(r"start: ([\d.]+) s \((front end .*)\)", log)
+    assert told is not None, log
+    seconds = [float(part.rsplit(" ", 1)[1]) for part in told.group(2).split(", ")]
+    total_s = float(told.group(1))
+    assert abs(sum(seconds) - total_s) < 0.05
+    assert 0.5 * elapsed_s < total_s <= elapsed_s + 0.02
+    assert "interpreter" in told.group(2)

@@ -114,12 +114,22 @@ async def test_rows_26_and_81_ends_during_start_up() -> None:
     for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -9)):
         server = EngineProcess(runner="tests.fake_runners:slow_load")
         core = server.core_pid()
+        listening_port(server.process.pid)  # signals are handled from here on
         started = time.monotonic()
         await asyncio.sleep(0.2)
         server.process.send_signal(number)
         server.finish(5)
         assert server.process.returncode == code
         assert time.monotonic() - started < 5
+        assert await gone(core, 2)
+
+
+async def test_row_26_the_core_ends_with_a_front_end_that_still_imports() -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        server = EngineProcess(runner="tests.fake_runners:slow_load")
+        core = server.core_pid()
+        server.process.send_signal(number)
+        server.finish(5)
         assert await gone(core, 2)
 
 

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from tests.engine_processes import gone
+from tests.engine_processes import alive, gone
 from tests.fake_runners import DIE_ID, HANG_ID, tokens_after
 
 from millstream.engine.config import EngineConfig
 from millstream.engine.records import FinishedRecord, StepRecord
 from millstream.engine.request import FinishReason, Request, Sampling
+from millstream.engine.spawn import spawn_core
 from millstream.engine.supervisor import Supervisor
 from millstream.rpc.errors import EngineUnavailable
 from millstream.rpc.server import StartError
@@ -29,7 +30,7 @@ class Core:
         config = EngineConfig(
             runner=f"tests.fake_runners:{runner}", step_timeout_s=step_timeout_s, max_model_len=512
         )
-        self.supervisor = Supervisor(config, on_step=self._on_step)
+        self.supervisor = Supervisor(config, spawn_core(config), on_step=self._on_step)
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishedRecord] = {}
         self._changed = asyncio.Event()
@@ -48,16 +49,14 @@ class Core:
 
     @property
     def pid(self) -> int:
-        process = self.supervisor._process
-        assert process is not None
-        return process.pid
+        return self.supervisor._process.pid
 
 
 @contextlib.asynccontextmanager
 async def started(runner: str, step_timeout_s: float = 30) -> AsyncIterator[Core]:
     core = Core(runner, step_timeout_s)
     try:
-        await core.supervisor.start(None)
+        await core.supervisor.load(None)
         yield core
     finally:
         await core.supervisor.close()
@@ -102,11 +101,30 @@ async def test_finish_is_obeyed_and_unknown_keys_are_ignored() -> None:
 async def test_what_keeps_it_from_loading(runner: str, says: str) -> None:
     core = Core(runner)
     with pytest.raises(StartError) as failure:
-        await core.supervisor.start(None)
+        await core.supervisor.load(None)
     assert says in str(failure.value)
     assert "\n" not in str(failure.value)
     await core.supervisor.close()
     assert await gone(core.pid, 0)
+
+
+async def test_a_core_that_dies_before_the_model_is_found() -> None:
+    core = Core("echo")
+    os.kill(core.pid, signal.SIGKILL)
+    core.supervisor._process.wait()
+    with pytest.raises(StartError, match="was killed by SIGKILL"):
+        await core.supervisor.load(None)
+    await core.supervisor.close()
+
+
+async def test_a_core_that_is_never_asked_to_load_ends() -> None:
+    core = Core("echo")
+    await asyncio.sleep(0.3)
+    assert alive(core.pid)
+    begun = time.monotonic()
+    await core.supervisor.close()
+    assert time.monotonic() - begun < 0.4  # at the end of file, not killed
+    assert core.supervisor._process.returncode == 0
 
 
 async def test_a_dead_core_fails_at_once() -> None:

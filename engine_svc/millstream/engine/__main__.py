@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 # gRPC's own lines for what we report in one of ours (a taken port). Read when grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from millstream import hub
+# Only what the core process is started with; the rest is imported while it starts.
 from millstream.engine import config as engine_config
 from millstream.engine.config import EngineConfig
-from millstream.engine.load import find_model
-from millstream.engine.service import EngineService, Model
-from millstream.engine.servicer import DIALECT
-from millstream.engine.vllm_dialect import find_dialect
+from millstream.engine.spawn import SpawnedCore, spawn_core
 from millstream.rpc.flags import add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
 from millstream.rpc.parsing import HelpFormatter, Parser
 from millstream.rpc.process import open_standard_streams, run_and_exit
-from millstream.rpc.server import ServerConfig, StartError, run_service
+
+if TYPE_CHECKING:
+    from millstream.engine.service import Model
+    from millstream.rpc.server import ServerConfig
 
 PROG = "millstream-engine"
 DEFAULT_PORT = 50051
@@ -31,13 +32,20 @@ def main() -> None:
     arguments = _parser().parse_args()
     config = engine_config.from_arguments(arguments)
     configure_logging(arguments.log_level, process="engine")
-    run_and_exit(PROG, lambda: _serve(config, server_config(arguments)))
+    core = spawn_core(config)
+    run_and_exit(PROG, lambda: _serve(config, core, server_config(arguments)))
 
 
-async def _serve(config: EngineConfig, server: ServerConfig) -> int:
+async def _serve(config: EngineConfig, core: SpawnedCore, server: ServerConfig) -> int:
+    from millstream.engine.service import EngineService
+    from millstream.engine.servicer import DIALECT
+    from millstream.engine.vllm_dialect import find_dialect
+    from millstream.rpc.server import run_service
+
     vllm_dialect = find_dialect()
     service = EngineService(
         config,
+        core,
         lambda: _find_model(config),
         dialects=(DIALECT,) if vllm_dialect is None else (DIALECT, vllm_dialect),
         max_message_bytes=server.max_message_bytes,
@@ -47,6 +55,11 @@ async def _serve(config: EngineConfig, server: ServerConfig) -> int:
 
 def _find_model(config: EngineConfig) -> Model:
     """Where the model lies, downloaded if need be. Raises StartError. Blocks, maybe for minutes."""
+    from millstream import hub
+    from millstream.engine.load import find_model
+    from millstream.engine.service import Model
+    from millstream.rpc.server import StartError
+
     try:
         path = find_model(config)
     except hub.HubError as error:

@@ -34,6 +34,11 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return front, core
 
 
+def framed(record: ToCore) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return _LENGTH.pack(len(body)) + body
+
+
 class CoreChannel:
     """The core's side. One thread calls `receive`, any may call `send`; both block."""
 
@@ -86,7 +91,6 @@ class FrontChannel(asyncio.Protocol):
         self._on_record = on_record
         self._on_closed = on_closed
         self._decoder = msgspec.msgpack.Decoder(FromCore)
-        self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
         self._transport: asyncio.WriteTransport | None = None
 
@@ -109,8 +113,7 @@ class FrontChannel(asyncio.Protocol):
     def send(self, record: ToCore) -> None:
         """Never blocks; a record for a core that is gone is dropped, `on_closed` tells."""
         if self._transport is not None and not self._transport.is_closing():
-            body = self._encoder.encode(record)
-            self._transport.writelines([_LENGTH.pack(len(body)), body])
+            self._transport.write(framed(record))
 
     def close(self) -> None:
         """The core sees the end of file and exits."""

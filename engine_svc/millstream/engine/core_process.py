@@ -3,9 +3,9 @@
     reader thread:  socket -> commands        (end of file: the front end is gone, exit at once)
     main thread:    commands -> EngineCore -> step -> one StepRecord -> socket
 
-It loads what the first frame says, answers Loaded or LoadFailed, then steps while there is work
-and sleeps on the queue while there is none. The parent alone decides when it ends: signals to the
-whole process group (Ctrl-C, systemd's SIGTERM) are ignored.
+It imports what the first frame needs, loads what the second one says, answers Loaded or LoadFailed,
+then steps while there is work and sleeps on the queue while there is none. The parent alone decides
+when it ends: signals to the whole process group (Ctrl-C, systemd's SIGTERM) are ignored.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from typing import Any, assert_never
 
 from millstream.engine.channel import CoreChannel
 from millstream.engine.child_process import CLEAR_ERRORS, explain, named, outlive_nobody
+from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
 from millstream.engine.load import load_core
+from millstream.engine.phases import Phases, process_start_s
+from millstream.engine.preload import preload
 from millstream.engine.records import (
     AskStats,
     BlockEvents,
@@ -36,6 +39,7 @@ from millstream.engine.records import (
     Finish,
     ForgetGrammar,
     GrammarPrepared,
+    Load,
     Loaded,
     LoadFailed,
     PrepareGrammar,
@@ -65,6 +69,8 @@ def main() -> None:
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args()
     outlive_nobody()
+    gc.disable()  # until all is loaded: what a start makes, it keeps
+    phases = Phases(process_start_s())
     configure_logging(arguments.log_level, process="core")
     channel = CoreChannel(socket.socket(fileno=arguments.fd))
     start = channel.receive()
@@ -73,7 +79,13 @@ def main() -> None:
     assert isinstance(start, Start)
     commands: Commands = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, commands), name="reader", daemon=True).start()
-    core = _load(start, channel)
+    phases.end("interpreter")
+    preload(start.config)
+    phases.end("imports")
+    load = commands.get()
+    assert isinstance(load, Load)
+    phases.end("waiting for the model's folder")
+    core = _load(start.config, load, channel, phases)
     if core is None:
         sys.exit(1)
     try:
@@ -93,20 +105,25 @@ def _read(channel: CoreChannel, commands: Commands) -> None:
     os._exit(0)
 
 
-def _load(start: Start, channel: CoreChannel) -> EngineCore | None:
+def _load(
+    config: EngineConfig, load: Load, channel: CoreChannel, phases: Phases
+) -> EngineCore | None:
     """The core, announced with Loaded; None once LoadFailed is sent."""
-    model_dir = None if start.model_dir is None else Path(start.model_dir)
+    model_dir = None if load.model_dir is None else Path(load.model_dir)
     try:
-        core = load_core(start.config, model_dir, lambda reason: _end_with_rank(reason, channel))
+        core = load_core(config, model_dir, lambda reason: _end_with_rank(reason, channel))
     except Exception as error:
         level = logging.DEBUG if isinstance(error, CLEAR_ERRORS) else logging.ERROR
         logger.log(level, "cannot load", exc_info=True)
         channel.send(LoadFailed(explain(error)))
         return None
+    phases.include(core.info.phases)
     # What lives now lives to the end: never look at it again when collecting garbage.
     gc.collect()
     gc.freeze()
-    channel.send(Loaded(core.info))
+    gc.enable()
+    phases.end("other")
+    channel.send(Loaded(core.info, phases.so_far()))
     return core
 
 
@@ -165,7 +182,7 @@ def _obey(
             core.forget_grammar(spec)
         case GrammarPrepared():
             channel.send(command)
-        case Start():
+        case Start() | Load():
             raise ValueError("a core starts once")
         case _:
             assert_never(command)

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from millstream.engine.phases import Phase
 from millstream.engine.request import GrammarSpec, Sampling
 
 
@@ -119,6 +120,7 @@ class RunnerInfo:
     # Whether a token's bits are the same in every batch. Decoding rounds otherwise than chunks do:
     # what it wrote to the KV cache is then neither computed again in chunks nor shared.
     batch_invariant: bool = False
+    phases: tuple[Phase, ...] = field(default=(), compare=False)  # of loading the model
 
 
 class Runner(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from millstream.engine.config import EngineConfig
+from millstream.engine.phases import Phase
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.request import GrammarSpec, Request
@@ -34,9 +35,14 @@ class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Start(_Record, frozen=True):
-    """The first frame: what to load. No folder: the runner needs none."""
+    """The first frame: the settings. The core imports what they need."""
 
     config: EngineConfig
+
+
+class Load(_Record, frozen=True):
+    """The second: where the model lies, once that is known; None: the runner needs no folder."""
+
     model_dir: str | None
 
 
@@ -85,6 +91,7 @@ class ForgetGrammar(_Record, frozen=True):
 
 ToCore = (
     Start
+    | Load
     | Submit
     | Finish
     | AskStats
@@ -98,9 +105,10 @@ ToCore = (
 
 
 class Loaded(_Record, frozen=True):
-    """The model is loaded; requests may come."""
+    """The model is loaded; requests may come. `phases`: of the core's start, from its spawning."""
 
     info: RunnerInfo
+    phases: tuple[Phase, ...] = ()
 
 
 class LoadFailed(_Record, frozen=True):

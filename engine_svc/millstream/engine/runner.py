@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from millstream.engine.hardware import LoadError, detect, resolve
 from millstream.engine.models import DecoderModel
 from millstream.engine.ops import Ops
 from millstream.engine.parallel import Group
+from millstream.engine.phases import Phases
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import GrammarSpec
 from millstream.engine.results import CpuResults, GpuResults
@@ -64,6 +64,7 @@ class ModelRunner:
         With load_format dummy no folder is needed when config.model names a shape. group: the ranks
         that hold a part each (ranks.py); it is joined once the weights are loaded.
         """
+        self._phases = Phases()
         self._group = group
         whole = startup.model_config(config, model_dir)
         self._model_config = startup.rank_config(whole, group)
@@ -78,22 +79,21 @@ class ModelRunner:
             stream = torch.cuda.Stream(resolved.device)  # type: ignore[no-untyped-call]
             self._stream = torch.cuda.stream(stream)
         self._results = GpuResults(resolved) if resolved.on_gpu else CpuResults()
+        self._phases.end("device")
         ops = startup.make_ops(resolved, self._model_config)
         with torch.inference_mode(), self._stream:
-            started = time.monotonic()
             model = startup.load_model(config, resolved, whole, ops, model_dir, on_progress, group)
-            loaded = time.monotonic()
+            self._phases.end("weights")
             shards: ShardSampler | None = None
             if group is not None:
                 group.join(whole.hidden_size)
                 shards = ShardSampler(group, whole.vocab_size)
             self._steps = self._make_steps(model, ops, shards)
+            self._phases.end("slots")
             num_blocks = self._set_up(config)
         logger.info(
-            "weights in %.1f s, warm-up, KV cache and CUDA graphs in %.1f s: %s on %s (%s), "
-            "%d blocks of %d tokens (%.2f GiB)",
-            loaded - started,
-            time.monotonic() - loaded,
+            "loaded in %s: %s on %s (%s), %d blocks of %d tokens (%.2f GiB)",
+            self._phases,
             resolved.dtype,
             resolved.device,
             resolved.attention_backend,
@@ -113,6 +113,7 @@ class ModelRunner:
             batch_invariant=resolved.batch_invariant,
             prefix_sharing=self._model_config.rope.type is not RopeType.DYNAMIC,
             structured_output=self._grammars is not None,
+            phases=self._phases.so_far(),
         )
 
     def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
@@ -172,16 +173,20 @@ class ModelRunner:
         resolved, steps = self._resolved, self._steps
         reserved_bytes = self._warm_up()
         steps.edits.clear()
+        self._phases.end("warm-up")
         if resolved.cuda_graphs:
             reserved_bytes += self._measure_graphs()
+            self._phases.end("trial graphs")
         num_blocks = startup.cache_blocks(
             config, resolved, self._model_config, reserved_bytes, self._group
         )
         steps.kv_cache = self._kv_cache(num_blocks)
+        self._phases.end("KV cache")
         if resolved.cuda_graphs:
             steps.use_graphs(CudaGraphRecorder())
             assert steps.graphs is not None
             steps.graphs.record(startup.time_limit(_RECORDING_S, self._group))
+            self._phases.end("graphs")
         return num_blocks
 
     def _kv_cache(self, num_blocks: int) -> KVCache:

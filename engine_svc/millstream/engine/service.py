@@ -25,9 +25,11 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.config_values import ModelConfigError
 from millstream.engine.generation_config import sampling_defaults
 from millstream.engine.intake import Intake
+from millstream.engine.phases import Phase, Phases, process_start_s
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import StepRecord
 from millstream.engine.request import FinishReason
+from millstream.engine.spawn import SpawnedCore
 from millstream.engine.stats_log import log_stats
 from millstream.engine.step_parts import parts_of
 from millstream.engine.streams import Stream
@@ -66,6 +68,7 @@ class EngineService:
     def __init__(
         self,
         config: EngineConfig,
+        core: SpawnedCore,
         find_model: Callable[[], Model],
         *,
         dialects: Sequence[Dialect],
@@ -76,7 +79,10 @@ class EngineService:
         self._find_model = find_model
         self._max_message_bytes = max_message_bytes
         self._watchers = BlockWatchers()
-        self._core = Supervisor(config, on_step=self._on_step, on_blocks=self._watchers.on_record)
+        self._spawned_s = core.spawned_s
+        self._core = Supervisor(
+            config, core, on_step=self._on_step, on_blocks=self._watchers.on_record
+        )
         self._core.failed.add_done_callback(self._on_failed)
         self._model: Model | None = None
         self._defaults = engine_pb2.SamplingParams()
@@ -109,7 +115,8 @@ class EngineService:
             )
         except ModelConfigError as error:
             raise StartError(str(error)) from None
-        self._info = await self._core.start(model.path)
+        loaded = await self._core.load(model.path)
+        self._info = loaded.info
         self._intake.admission = Admission(self._info, self._config.max_queued_requests, defaults)
         self._engine_info = wire.engine_info(
             self._info,
@@ -122,6 +129,15 @@ class EngineService:
         self._stats_log = asyncio.create_task(
             log_stats(self._core, lambda: self._tokens_seen, lambda: len(self._streams))
         )
+        self._log_phases(loaded.phases)
+
+    def _log_phases(self, core_phases: Sequence[Phase]) -> None:
+        """Where the time went, from this process's start: until it spawned the core, in the core,
+        until its answer was here."""
+        phases = Phases(process_start_s())
+        phases.include([("front end", self._spawned_s - phases.began_s), *core_phases])
+        phases.end("answer")
+        logger.info("start: %s", phases)
 
     async def failed(self) -> str:
         return await asyncio.shield(self._core.failed)

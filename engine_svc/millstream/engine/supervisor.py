@@ -1,4 +1,4 @@
-"""The front end's handle on the core process: starts it, talks to it, notices its end, ends it.
+"""The front end's handle on the core process: talks to it, notices its end, ends it.
 
 A core has failed when it reports a Fault, when its process ends, or when it is stuck: work is
 pending and no step finished for `step_timeout_s`. Then it is killed and `failed` has the reason.
@@ -10,16 +10,13 @@ import asyncio
 import itertools
 import logging
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
-from millstream.engine.channel import FrontChannel, socket_pair
+from millstream.engine.channel import FrontChannel
 from millstream.engine.config import EngineConfig
 from millstream.engine.grammar_validation import refusal_of
-from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import (
     AskStats,
     BlockEvents,
@@ -29,10 +26,10 @@ from millstream.engine.records import (
     ForgetGrammar,
     FromCore,
     GrammarPrepared,
+    Load,
     Loaded,
     LoadFailed,
     PrepareGrammar,
-    Start,
     Stats,
     StatsRecord,
     StepRecord,
@@ -42,6 +39,7 @@ from millstream.engine.records import (
     WatchBlocks,
 )
 from millstream.engine.request import FinishReason, GrammarSpec, Request
+from millstream.engine.spawn import SpawnedCore
 from millstream.rpc.errors import EngineUnavailable
 from millstream.rpc.server import StartError
 
@@ -57,6 +55,7 @@ class Supervisor:
     def __init__(
         self,
         config: EngineConfig,
+        core: SpawnedCore,
         *,
         on_step: Callable[[StepRecord], None],
         on_blocks: Callable[[CachedBlocks | BlockEvents], None] = lambda record: None,
@@ -65,9 +64,10 @@ class Supervisor:
         self._on_step = on_step
         self._on_blocks = on_blocks
         loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[RunnerInfo] = loop.create_future()
+        self._loaded: asyncio.Future[Loaded] = loop.create_future()
         self._failed: asyncio.Future[str] = loop.create_future()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = core.process
+        self._connection = core.connection
         self._channel: FrontChannel | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
@@ -86,24 +86,12 @@ class Supervisor:
         """Resolves to the reason once the core can serve no longer. Do not cancel it."""
         return self._failed
 
-    async def start(self, model_dir: Path | None) -> RunnerInfo:
-        """Starts the process and waits until it is loaded. Raises StartError."""
-        front, core = socket_pair()
-        level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
-        # -P: nothing in the working directory is taken for a module of the same name.
-        command = [sys.executable, "-P", "-m", "millstream.engine.core_process"]
-        # A new interpreter, never a bare fork: grpc has threads by now. Popen takes milliseconds.
-        with core:
-            self._process = subprocess.Popen(  # noqa: ASYNC220
-                [*command, "--fd", str(core.fileno()), "--log-level", level],
-                pass_fds=(core.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-            )
+    async def load(self, model_dir: Path | None) -> Loaded:
+        """Has the core load the model, and waits for that. Raises StartError."""
         self._channel = await FrontChannel.open(
-            front, on_record=self._on_record, on_closed=self._on_closed
+            self._connection, on_record=self._on_record, on_closed=self._on_closed
         )
-        self._channel.send(Start(self._config, None if model_dir is None else str(model_dir)))
+        self._channel.send(Load(None if model_dir is None else str(model_dir)))
         if not await self._came(self._loaded):
             raise StartError(self._failed.result())
         self._watchdog = asyncio.create_task(self._watch())
@@ -158,7 +146,9 @@ class Supervisor:
         self._fail("the engine is closed")
         if self._channel is not None:
             self._channel.close()
-        if self._process is not None and not await self._exited(_EXIT_GRACE_S):
+        else:
+            self._connection.close()
+        if not await self._exited(_EXIT_GRACE_S):
             self._process.kill()
             await self._exited(_EXIT_GRACE_S)
 
@@ -200,22 +190,22 @@ class Supervisor:
                     answer.set_result(record)
             case CachedBlocks() | BlockEvents():
                 self._on_blocks(record)
-            case Loaded(info):
-                self._loaded.set_result(info)
+            case Loaded():
+                self._loaded.set_result(record)
             case LoadFailed(message) | Fault(message):
                 self._fail(message)
             case _:
                 assert_never(record)
 
     def _on_closed(self, error: Exception | None) -> None:
-        if error is not None:
+        # Writing to a core that is gone breaks the channel too: how it ended says more.
+        if error is not None and not isinstance(error, ConnectionError):
             self._fail(f"the channel to the core process broke: {error!r}")
         elif not self._failed.done():
             self._reporting = asyncio.create_task(self._report_end())
 
     async def _report_end(self) -> None:
         """The channel is closed: says how the process ended, which takes it a moment."""
-        assert self._process is not None
         await self._exited(_EXIT_GRACE_S)
         self._fail(f"the core process {_how_it_ended(self._process.returncode)}")
 
@@ -235,11 +225,9 @@ class Supervisor:
             steps_seen = self._steps_seen
             if ticks_without_step > _WATCHDOG_TICKS:
                 self._fail(f"no step finished for {self._config.step_timeout_s:g} s: it is stuck")
-                assert self._process is not None
                 self._process.kill()
 
     async def _exited(self, timeout_s: float) -> bool:
-        assert self._process is not None
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._process.poll() is None:
             if asyncio.get_running_loop().time() >= deadline:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from millstream.rpc.logs import LEVELS
 from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
 from millstream.rpc.parsing import number
-from millstream.rpc.server import ServerConfig
+
+if TYPE_CHECKING:
+    from millstream.rpc.server import ServerConfig
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, *, default_port: int) -> None:
@@ -35,6 +38,8 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, default_port: int) 
 
 def server_config(arguments: argparse.Namespace) -> ServerConfig:
     """What the flags of add_server_arguments say."""
+    from millstream.rpc.server import ServerConfig  # brings grpc, which parsing need not wait for
+
     return ServerConfig(
         host=arguments.host,
         port=arguments.port,

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from millstream.rpc.server import StartError
-
 
 def open_standard_streams() -> None:
     """What the parent closed of stdin, stdout and stderr becomes /dev/null: Python has None there,
@@ -23,6 +21,8 @@ def open_standard_streams() -> None:
 def run_and_exit(prog: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     """Runs `serve` on an event loop and exits with its result; with 1 and one line on stderr after
     a StartError; with 130 after a Ctrl-C before the service took the signals over."""
+    from millstream.rpc.server import StartError  # brings grpc
+
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             code = runner.run(_deaf_at_the_end(serve()))
