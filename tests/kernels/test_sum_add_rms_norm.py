@@ -16,7 +16,6 @@ from millstream.kernels.sum_add_rms_norm import Mailboxes, sum_add_rms_norm
 EPS = 1e-6
 ROWS = (3, 1, 4, 2, 4, 4, 1)  # of the exchanges, in their order
 MAX_ROWS = 4
-WAYS = pytest.mark.parametrize("packed", [True, False], ids=["packed", "flagged"])
 
 
 def inputs(exchange: int, ranks: int, hidden: int) -> tuple[torch.Tensor, ...]:
@@ -26,7 +25,10 @@ def inputs(exchange: int, ranks: int, hidden: int) -> tuple[torch.Tensor, ...]:
     rows = ROWS[exchange]
     shapes = ((ranks, rows, hidden), (rows, hidden), (hidden,))
     numbers = (torch.randint(-20, 21, shape, generator=generator) for shape in shapes)
-    return tuple(each.to(torch.bfloat16) for each in numbers)
+    parts, residual, weight = (each.to(torch.bfloat16) for each in numbers)
+    # Among them the pair of values that stands for an empty mailbox.
+    parts[..., 4:6] = torch.tensor([0.0, -0.0], dtype=torch.bfloat16)
+    return parts, residual, weight
 
 
 def expected(exchange: int, ranks: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,9 +37,9 @@ def expected(exchange: int, ranks: int, hidden: int) -> tuple[torch.Tensor, torc
     return reference.add_rms_norm(summed, residual, weight, EPS)
 
 
-def rank_process(memory: Path, rank: int, ranks: int, hidden: int, packed: bool, out: Any) -> None:
+def rank_process(memory: Path, rank: int, ranks: int, hidden: int, out: Any) -> None:
     try:
-        num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS, packed=packed)
+        num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS)
         shared = torch.from_file(str(memory), True, ranks * num_bytes, dtype=torch.uint8)
         addresses = [shared.data_ptr() + i * num_bytes for i in range(ranks)]
         mailboxes = Mailboxes.create(
@@ -45,7 +47,6 @@ def rank_process(memory: Path, rank: int, ranks: int, hidden: int, packed: bool,
             rank=rank,
             hidden_size=hidden,
             max_rows=MAX_ROWS,
-            packed=packed,
         )
         results = []
         for exchange in range(len(ROWS)):
@@ -58,16 +59,17 @@ def rank_process(memory: Path, rank: int, ranks: int, hidden: int, packed: bool,
         raise
 
 
-@WAYS
 @pytest.mark.parametrize(("ranks", "hidden"), [(2, 48), (3, 64)])
-def test_ranks_in_processes(tmp_path: Path, ranks: int, hidden: int, packed: bool) -> None:
+def test_ranks_in_processes(tmp_path: Path, ranks: int, hidden: int) -> None:
     memory = tmp_path / "mailboxes"
-    num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS, packed=packed)
-    memory.write_bytes(bytes(ranks * num_bytes))
+    num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS)
+    empty = torch.empty(ranks * num_bytes, dtype=torch.uint8)
+    Mailboxes.empty(empty)
+    memory.write_bytes(empty.numpy().tobytes())
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     processes = [
-        context.Process(target=rank_process, args=(memory, rank, ranks, hidden, packed, out))
+        context.Process(target=rank_process, args=(memory, rank, ranks, hidden, out))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -87,14 +89,14 @@ def test_ranks_in_processes(tmp_path: Path, ranks: int, hidden: int, packed: boo
 
 
 @pytest.mark.gpu
-@WAYS
 @pytest.mark.parametrize("hidden", [1024, 5120])
-def test_two_streams_of_one_gpu(hidden: int, packed: bool) -> None:
-    num_bytes = Mailboxes.num_bytes(2, hidden, MAX_ROWS, packed=packed)
-    memory = torch.zeros(2, num_bytes, dtype=torch.uint8, device="cuda")
+def test_two_streams_of_one_gpu(hidden: int) -> None:
+    num_bytes = Mailboxes.num_bytes(2, hidden, MAX_ROWS)
+    memory = torch.empty(2, num_bytes, dtype=torch.uint8, device="cuda")
+    Mailboxes.empty(memory)
     addresses = torch.tensor([box.data_ptr() for box in memory], device="cuda")
     ranks = [
-        Mailboxes.create(addresses, rank=rank, hidden_size=hidden, max_rows=MAX_ROWS, packed=packed)
+        Mailboxes.create(addresses, rank=rank, hidden_size=hidden, max_rows=MAX_ROWS)
         for rank in range(2)
     ]
     streams = [torch.cuda.Stream() for _ in ranks]  # type: ignore[no-untyped-call]

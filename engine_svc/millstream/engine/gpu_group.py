@@ -22,9 +22,7 @@ from millstream.kernels.sum_add_rms_norm import Mailboxes
 # Of a sum, times the ranks: each reads all parts of it, so more ranks go over to two shots earlier.
 _ONE_SHOT_BYTES = 256 << 10
 _TWO_SHOT_BYTES = 16 << 20
-# Of what a rank sends in an exchange through mailboxes, its own memory counted.
-_PACKED_BYTES = 512 << 10
-_FLAGGED_BYTES = 8 << 20
+_MAILBOX_BYTES = 8 << 20  # of a sum through mailboxes, times the ranks: each sends to all others
 _ALIGNMENT = 16
 _SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernels add
 
@@ -38,7 +36,6 @@ class GpuGroup:
         self.size = size
         self._meet = meet
         self._one_shot_bytes = _ONE_SHOT_BYTES // size
-        self._memory: list[Tensor] = []  # of mailboxes, which know addresses only
 
     def join(self, hidden_size: int) -> None:
         """Raises LoadError if this process has a group already."""
@@ -76,26 +73,20 @@ class GpuGroup:
         self._sums = {dtype: sums.view(dtype) for dtype in _SYMMETRIC_DTYPES}
         self._gathers = gathers.view(torch.float32)
 
-        def mailboxes(sent_bytes: int, *, packed: bool) -> Mailboxes:
-            max_rows = sent_bytes // (2 * hidden_size * self.size)
-            num_bytes = Mailboxes.num_bytes(self.size, hidden_size, max_rows, packed=packed)
-            memory, addresses = _symmetric_memory(num_bytes, device, group)
-            self._memory.append(memory)
-            return Mailboxes.create(
-                torch.tensor(addresses, device=device),
-                rank=self.rank,
-                hidden_size=hidden_size,
-                max_rows=max_rows,
-                packed=packed,
-            )
-
-        self._packed = mailboxes(_PACKED_BYTES, packed=True)
-        self._flagged = mailboxes(_FLAGGED_BYTES, packed=False)
+        max_rows = _MAILBOX_BYTES // (2 * hidden_size * self.size)
+        num_bytes = Mailboxes.num_bytes(self.size, hidden_size, max_rows)
+        self._mail, addresses = _symmetric_memory(num_bytes, device, group)
+        Mailboxes.empty(self._mail)
+        self._mailboxes = Mailboxes.create(
+            torch.tensor(addresses, device=device),
+            rank=self.rank,
+            hidden_size=hidden_size,
+            max_rows=max_rows,
+        )
 
     def mailboxes(self, x: Tensor) -> Mailboxes | None:
-        if x.dtype is not torch.bfloat16 or not self._flagged.holds(x):
-            return None
-        return self._packed if self._packed.holds(x) else self._flagged
+        fits = x.dtype is torch.bfloat16 and self._mailboxes.holds(x)
+        return self._mailboxes if fits else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         num_bytes = x.nbytes
@@ -142,10 +133,10 @@ class GpuGroup:
 def _symmetric_memory(
     num_bytes: int, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, list[int]]:
-    """Zeros that all ranks reach, and the address of each rank's."""
+    """Memory that all ranks reach, and the address of each rank's."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+    buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     return buffer, symmetric_memory.rendezvous(buffer, group).buffer_ptrs
 
 

@@ -1,15 +1,13 @@
 """The ranks' sum of parts, added to the residual, and its RMSNorm: one kernel, a row per program.
 
-Each rank writes its part of a row into every rank's memory, takes the others' parts out of its own,
-and goes on as add_rms_norm does; no rank waits for another but for the data itself. Parts are added
-in the ranks' order, so all ranks get the same bits. Two ways for a part to say that it is there:
-
-- packed: each 64-bit word carries four bytes of data and the number of the exchange. It is there
-  when it is seen: the way with the least latency, but it sends twice the bytes.
-- flagged: the data, then one number a row, released to the whole system. For larger messages.
+Each rank writes its part of a row into every other rank's memory, takes the others' parts out of
+its own, and goes on as add_rms_norm does. Nothing but the data is sent and nothing else is waited
+for: a mailbox holds a value that no part holds (_EMPTY), until something else is there; who has
+read it empties it. Parts are added in the ranks' order, so all ranks get the same bits.
 
 A row's mail lies in one of two places by turns. That suffices: a rank writes exchange k + 2 after
-it has all parts of k + 1, and another rank sends k + 1 after its own kernel of exchange k ended.
+it has all parts of k + 1, and another rank sends k + 1 after its own kernel of exchange k, which
+emptied the place, has ended.
 """
 
 from __future__ import annotations
@@ -27,6 +25,8 @@ from millstream.kernels.pdl import launch_dependents, wait
 _WORDS_PER_WARP = 256
 _MAX_WARPS = 16
 _PLACES = 2
+# Two bfloat16 of which the second is -0, which is sent as 0.
+_EMPTY = tl.constexpr(-(1 << 31))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,34 +34,19 @@ class Mailboxes:
     """Memory of every rank that all ranks write to; the same sizes on all of them."""
 
     addresses: torch.Tensor  # [ranks] int64: of each rank's memory, as this process sees it
-    exchanges: torch.Tensor  # [max_rows] int32, zeros at first: of each row so far
+    places: torch.Tensor  # [max_rows] int32, zeros at first: which place each row is to use
     rank: int
     hidden_size: int
-    packed: bool
 
     @classmethod
-    def create(
-        cls,
-        addresses: torch.Tensor,
-        *,
-        rank: int,
-        hidden_size: int,
-        max_rows: int,
-        packed: bool,
-    ) -> Self:
-        """addresses: of num_bytes each, all zeros, aligned to 16 bytes."""
-        exchanges = torch.zeros(max_rows, dtype=torch.int32, device=addresses.device)
-        return cls(
-            addresses=addresses,
-            exchanges=exchanges,
-            rank=rank,
-            hidden_size=hidden_size,
-            packed=packed,
-        )
+    def create(cls, addresses: torch.Tensor, *, rank: int, hidden_size: int, max_rows: int) -> Self:
+        """addresses: of num_bytes each, aligned to 16 bytes and, on every rank, empty."""
+        places = torch.zeros(max_rows, dtype=torch.int32, device=addresses.device)
+        return cls(addresses=addresses, places=places, rank=rank, hidden_size=hidden_size)
 
     @property
     def max_rows(self) -> int:
-        return len(self.exchanges)
+        return len(self.places)
 
     def holds(self, part: torch.Tensor) -> bool:
         """Whether such parts [n, hidden] can be exchanged."""
@@ -69,10 +54,14 @@ class Mailboxes:
         return rows <= self.max_rows and hidden == self.hidden_size and hidden % 2 == 0
 
     @staticmethod
-    def num_bytes(ranks: int, hidden_size: int, max_rows: int, *, packed: bool) -> int:
-        """Of each rank's memory. Flags, if there are any, lie behind the data."""
-        rows = _PLACES * ranks * max_rows
-        return rows * hidden_size * 4 if packed else rows * (hidden_size * 2 + 4)
+    def num_bytes(ranks: int, hidden_size: int, max_rows: int) -> int:
+        """Of each rank's memory."""
+        return _PLACES * ranks * max_rows * hidden_size * 2
+
+    @staticmethod
+    def empty(memory: torch.Tensor) -> None:
+        """Makes a rank's memory [num_bytes] uint8 ready for the first exchange."""
+        memory.view(torch.int32).fill_(_EMPTY.value)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -98,84 +87,34 @@ def _pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _memory_of(addresses_ptr: tl.tensor, rank: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
-    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(TYPE)), 16)
+def _memory_of(addresses_ptr: tl.tensor, rank: tl.tensor) -> tl.tensor:
+    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _packed_parts(
+def _send(
     addresses_ptr: tl.tensor,
     part: tl.tensor,
-    row: tl.tensor,
-    exchange: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
     rank: tl.tensor,
-    max_rows: tl.tensor,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Sends this rank's part and returns the sum of all: the even columns and the odd ones."""
-    word = tl.arange(0, BLOCK)
-    inside = word < WORDS
-    place = (exchange % 2).to(tl.int64) * RANKS
-    number = exchange.to(tl.int64)
-    sent = (part.to(tl.int64) << 32) | number
+) -> None:
+    """Writes this rank's part to offsets `at` of every other rank's memory."""
+    part = tl.where(part == _EMPTY, 0, part)
     for peer in tl.static_range(RANKS):
-        box = _memory_of(addresses_ptr, peer, tl.int64)
-        tl.store(box + ((place + rank) * max_rows + row) * WORDS + word, sent, mask=inside)
-    own = _memory_of(addresses_ptr, rank, tl.int64)
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(RANKS):
-        at = own + ((place + source) * max_rows + row) * WORDS + word
-        seen = tl.load(at, mask=inside, other=number, volatile=True)
-        while tl.max((seen.to(tl.int32) != exchange).to(tl.int32), axis=0) != 0:
-            seen = tl.load(at, mask=inside, other=number, volatile=True)
-        data = (seen >> 32).to(tl.int32)
-        low += _low(data)
-        high += _high(data)
-    return low, high
+        if peer != rank:
+            tl.store(_memory_of(addresses_ptr, peer) + at, part, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _flagged_parts(
-    addresses_ptr: tl.tensor,
-    part: tl.tensor,
-    row: tl.tensor,
-    exchange: tl.tensor,
-    rank: tl.tensor,
-    max_rows: tl.tensor,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """As _packed_parts."""
-    word = tl.arange(0, BLOCK)
-    inside = word < WORDS
-    place = (exchange % 2).to(tl.int64) * RANKS
-    flags = (2 * RANKS * max_rows).to(tl.int64) * WORDS
-    mine = (place + rank) * max_rows + row
-    for peer in tl.static_range(RANKS):
-        box = _memory_of(addresses_ptr, peer, tl.int32)
-        tl.store(box + mine * WORDS + word, part, mask=inside)
-    tl.debug_barrier()
-    for peer in tl.static_range(RANKS):
-        box = _memory_of(addresses_ptr, peer, tl.int32)
-        tl.atomic_xchg(box + flags + mine, exchange, sem="release", scope="sys")
-    own = _memory_of(addresses_ptr, rank, tl.int32)
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(RANKS):
-        theirs = (place + source) * max_rows + row
-        flag = own + flags + theirs
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        while seen != exchange:
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        tl.debug_barrier()
-        data = tl.load(own + theirs * WORDS + word, mask=inside, other=0, volatile=True)
-        low += _low(data)
-        high += _high(data)
-    return low, high
+def _receive(mailbox: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Waits until all of a part is there, takes it, and leaves the mailbox empty."""
+    part = tl.load(mailbox, mask=inside, other=0, volatile=True)
+    while tl.max((part == _EMPTY).to(tl.int32), axis=0) != 0:
+        part = tl.load(mailbox, mask=inside, other=0, volatile=True)
+    tl.store(mailbox, tl.full(part.shape, _EMPTY, tl.int32), mask=inside)
+    return part
 
 
 @triton.jit(do_not_specialize=["rank"])  # type: ignore[untyped-decorator]
@@ -185,7 +124,7 @@ def _sum_add_rms_norm_kernel(
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     addresses_ptr: tl.tensor,
-    exchanges_ptr: tl.tensor,
+    places_ptr: tl.tensor,
     rank: tl.tensor,
     max_rows: tl.tensor,
     residual_stride: tl.tensor,
@@ -193,7 +132,6 @@ def _sum_add_rms_norm_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
-    PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """All pointers to rows are to pairs of bfloat16, as int32."""
@@ -203,19 +141,23 @@ def _sum_add_rms_norm_kernel(
     inside = word < WORDS
     weight = tl.load(weight_ptr + word, mask=inside, other=0)
     wait(PDL)
-    # Never 0, which is what memory holds at first; the same places by turns.
-    exchange = tl.load(exchanges_ptr + row) % 0x7FFFFFFE + 1
+    place = tl.load(places_ptr + row)
     part = tl.load(part_ptr + row * WORDS + word, mask=inside, other=0)
+    first = place.to(tl.int64) * RANKS * max_rows + row
+    _send(addresses_ptr, part, (first + rank * max_rows) * WORDS + word, inside, rank, RANKS)
+
     residual = residual_ptr + row * residual_stride + word
     before = tl.load(residual, mask=inside, other=0)
-    if PACKED:
-        low, high = _packed_parts(
-            addresses_ptr, part, row, exchange, rank, max_rows, WORDS, BLOCK, RANKS
-        )
-    else:
-        low, high = _flagged_parts(
-            addresses_ptr, part, row, exchange, rank, max_rows, WORDS, BLOCK, RANKS
-        )
+    own = _memory_of(addresses_ptr, rank)
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(RANKS):
+        if source == rank:
+            pair = part
+        else:
+            pair = _receive(own + (first + source * max_rows) * WORDS + word, inside)
+        low += _low(pair)
+        high += _high(pair)
     low = _round(_round(low) + _low(before))
     high = _round(_round(high) + _high(before))
     tl.store(residual, _pair(low, high), mask=inside)
@@ -224,7 +166,7 @@ def _sum_add_rms_norm_kernel(
     low = _round(_low(weight) * _round(low * scale))
     high = _round(_high(weight) * _round(high * scale))
     tl.store(out_ptr + row * WORDS + word, _pair(low, high), mask=inside)
-    tl.store(exchanges_ptr + row, exchange)
+    tl.store(places_ptr + row, 1 - place)
 
 
 def sum_add_rms_norm(
@@ -254,7 +196,7 @@ def sum_add_rms_norm(
         weight.view(torch.int32),
         out.view(torch.int32),
         mailboxes.addresses,
-        mailboxes.exchanges,
+        mailboxes.places,
         mailboxes.rank,
         mailboxes.max_rows,
         residual.stride(0) // 2,
@@ -262,7 +204,6 @@ def sum_add_rms_norm(
         WORDS=words,
         BLOCK=block,
         RANKS=len(mailboxes.addresses),
-        PACKED=mailboxes.packed,
         num_warps=min(max(block // _WORDS_PER_WARP, 1), _MAX_WARPS),
         **pdl.options(part.device),
     )
