@@ -49,8 +49,8 @@ def samplers(rows: int) -> list[Kernel]:
     ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, device="cuda")
     no_k, k, p = torch.zeros_like(slots), torch.full_like(slots, 50), ones * 0.95
     return [
-        ("sample, greedy", lambda x: sample(x, slots, slots, zeros, slots), 1),
-        ("sample, random", lambda x: sample(x, slots, slots, ones, slots), 1),
+        ("sample, greedy", lambda x: sample(x, slots, slots, zeros, slots, block_size=1024), 1),
+        ("sample, random", lambda x: sample(x, slots, slots, ones, slots, block_size=1024), 1),
         ("thresholds, off", lambda x: thresholds(x, slots, ones, no_k, ones, zeros), 0),
         ("thresholds, top-k 50", lambda x: thresholds(x, slots, ones, k, ones, zeros), 1),
         ("thresholds, top-p 0.95", lambda x: thresholds(x, slots, ones, no_k, p, zeros), 1),

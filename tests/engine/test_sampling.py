@@ -1,11 +1,8 @@
-"""sampling.py: the noise stream, the filters' edges, exact distributions, independence of rows."""
+"""sampling.py: the filters' edges, exact distributions, independence of rows."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import math
 
 import pytest
 import torch
@@ -13,24 +10,11 @@ import torch
 from millstream.engine.sampling import (
     ALL_GREEDY,
     SamplingRows,
-    exponential_noise,
-    exponential_noise_rows,
-    philox,
     sample,
     top_k_threshold,
     top_p_threshold,
+    vocab_block,
 )
-
-
-def reference_philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 as the paper has it."""
-    mask = 2**32 - 1
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-        c = [(b >> 32) ^ c[1] ^ k[0], b & mask, (a >> 32) ^ c[3] ^ k[1], a & mask]
-        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
-    return c
 
 
 def signed(seed: int) -> int:
@@ -69,62 +53,6 @@ def draws(logits: torch.Tensor, count: int, **params: float) -> torch.Tensor:
         **{name: [value] * count for name, value in {"temperature": 1.0, **params}.items()},  # type: ignore[arg-type]
     )
     return sample(logits.expand(count, -1).clone(), torch.arange(count), rows)
-
-
-def test_philox_known_answers() -> None:
-    """The known-answer file of Random123, and the paper's definition for other counters."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    words = [int(word) for word in philox(zero, zero, zero)]
-    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    for seed, low, high in ((1, 2, 3), (2**64 - 1, 2**32 - 1, 2**32 - 1), (2**63 + 7, 9, 40_000)):
-        got = philox(torch.tensor([signed(seed)]), torch.tensor([low]), torch.tensor([high]))
-        expected = reference_philox([low, high, 0, 0], [seed % 2**32, seed >> 32])
-        assert [int(word) for word in got] == expected
-
-
-TRITON_SCRIPT = """
-import torch, triton, triton.language as tl
-
-@triton.jit
-def kernel(out, seed, position, COUNT: tl.constexpr):
-    block = tl.arange(0, COUNT)
-    offset = (position.to(tl.int64) << 32) | block
-    a, b, c, d = tl.randint4x(seed, offset)
-    tl.store(out + block * 4 + 0, a.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(out + block * 4 + 1, b.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(out + block * 4 + 2, c.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(out + block * 4 + 3, d.to(tl.int64) & 0xFFFFFFFF)
-
-out = torch.zeros(64, dtype=torch.int64)
-kernel[(1,)](out, 0x1234567890ABCDEF, 77, COUNT=16)
-print(*out.tolist())
-"""
-
-
-def test_the_stream_is_that_of_tritons_randint4x(tmp_path: Path) -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    pytest.importorskip("triton")
-    script = tmp_path / "kernel.py"  # Triton wants the source of a kernel: no `python -c`
-    script.write_text(TRITON_SCRIPT)
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words = philox(torch.tensor([0x1234567890ABCDEF]), torch.arange(16), torch.tensor([77]))
-    assert ran.stdout.split() == [str(int(word)) for word in torch.stack(words, 1).flatten()]
-
-
-def test_noise_of_single_tokens_is_that_of_whole_rows() -> None:
-    seeds, positions = torch.tensor([3, -9, 2**62]), torch.tensor([0, 17, 40_000])
-    for vocab_size in (1, 5, 64, 1003):
-        whole = exponential_noise_rows(seeds, positions, vocab_size)
-        row, token_id = torch.ones(3, vocab_size).nonzero(as_tuple=True)
-        single = exponential_noise(seeds[row], positions[row], token_id)
-        assert torch.equal(whole.flatten(), single)
-        assert whole.min() > 0 and whole.isfinite().all()
 
 
 def test_greedy_is_one_argmax() -> None:
@@ -166,6 +94,28 @@ def test_samples_have_the_exact_distribution(params: dict[str, float]) -> None:
     seen = expected > 0
     chi_square = ((got[seen] - expected[seen]) ** 2 / expected[seen]).sum()
     assert chi_square < 44.3
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 4.0], ids=["flat", "uneven", "peaked"])
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
+def test_many_blocks_have_the_exact_distribution(scale: float, temperature: float) -> None:
+    """Chi-square of blocks and of tokens, those with too few draws taken together; its quantile of
+    99.99 % for n degrees of freedom is about n + 3.72 sqrt(2 n) + 9."""
+    count, vocab = 20_000, 300
+    logits = scale * torch.randn(vocab, generator=torch.Generator().manual_seed(8))
+    logits[40:60] = -torch.inf
+    got = draws(logits, count, temperature=temperature).bincount(minlength=vocab).double()
+    expected = (logits.double() / temperature).softmax(0) * count
+    assert got[40:60].sum() == 0 and vocab_block(vocab) == 16
+    pad = (0, -vocab % 16)
+    of_blocks = [torch.nn.functional.pad(each, pad).view(-1, 16).sum(1) for each in (got, expected)]
+    for seen, wanted in ((got, expected), of_blocks):
+        few = wanted < 10
+        seen = torch.cat((seen[~few], seen[few].sum()[None]))
+        wanted = torch.cat((wanted[~few], wanted[few].sum()[None]))
+        degrees = len(wanted) - 1
+        chi_square = float(((seen - wanted) ** 2 / wanted.clamp(min=1)).sum())
+        assert chi_square < degrees + 3.72 * math.sqrt(2 * degrees) + 9
 
 
 def test_rare_tokens_of_a_flat_tail_are_sampled() -> None:
@@ -231,6 +181,25 @@ def test_row_52_tiny_temperatures(temperature: float) -> None:
     for params in filters:
         got = draws(logits, 50, temperature=temperature, **params)
         assert (got == 17).all()
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4])
+def test_row_52_ties_at_tiny_temperatures_are_drawn_evenly(temperature: float) -> None:
+    """Within a block and across blocks, of large logits too: nothing overflows or drowns."""
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(2)) * 1e3
+    tied = [5, 9, 100, 299]
+    logits[tied] = logits.max() + 2
+    got = draws(logits, 400, temperature=temperature).tolist()
+    assert set(got) == set(tied) and all(70 < got.count(token) < 130 for token in tied)
+
+
+def test_rows_without_a_number_or_a_token_give_an_id() -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    logits[0] = -torch.inf
+    logits[1] = torch.nan
+    logits[2, 77] = torch.nan
+    got = sample(logits, torch.arange(3), rows_of(temperature=[1.0] * 3))
+    assert ((got >= 0) & (got < 300)).all()
 
 
 def mixed_rows(index: torch.Tensor | None = None) -> tuple[torch.Tensor, list[SamplingRows]]:

@@ -22,8 +22,9 @@ from millstream.engine.core import EngineCore
 from millstream.engine.hardware import LoadError
 from millstream.engine.model_config import load_model_config
 from millstream.engine.models import build_model
-from millstream.engine.parallel import VOCAB_UNIT, share_of, vocab_spans
+from millstream.engine.parallel import share_of, vocab_spans
 from millstream.engine.request import FinishReason, Request, Sampling
+from millstream.engine.sampling import vocab_block
 from millstream.engine.shapes import named_shape
 from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import WeightError, init_dummy_weights
@@ -303,8 +304,9 @@ def test_the_vocabulary_is_cut_into_all_of_it(vocab_size: int, ranks: int) -> No
     spans = vocab_spans(vocab_size, ranks)
     assert [span.start for span in spans[1:]] == [span.stop for span in spans[:-1]]
     assert (spans[0].start, spans[-1].stop) == (0, vocab_size)
-    assert not any(span.start % VOCAB_UNIT for span in spans)
-    assert max(span.length for span in spans) - min(span.length for span in spans) <= 2 * VOCAB_UNIT
+    assert not any(span.start % vocab_block(vocab_size) for span in spans)
+    lengths = [span.length for span in spans]
+    assert max(lengths) - min(lengths) < 2 * vocab_block(vocab_size)
 
 
 class Alone:

@@ -99,22 +99,25 @@ def samplers() -> Iterator[Job]:
     for logits in (BF16, F32):
         for extra in (True, False):
             thresholds = F32 if extra else None
-            pointers = (logits, I64, I64, F32, I64, thresholds, F32, F32, I32)
-            constants = {"HAS_THRESHOLDS": extra, "BLOCK": sample.BLOCK}
+            sizes = {"HAS_THRESHOLDS": extra, "BLOCK": 1024}
+            pointers = (logits, I64, F32, thresholds, F32, F32)
             yield (
-                sample._blocks_kernel,
-                (*pointers, 151_936, 3, 5, 151_936, 0),
-                {**constants, "NATIVE": True, "num_warps": sample._NUM_WARPS},
+                sample._masses_kernel,
+                (*pointers, 151_936, 3, 151_936, 149),
+                {**sizes, "BLOCKS": sample._TILE // 1024, "num_warps": sample._MASSES_WARPS},
             )
+            for shard in (False, True):
+                pointers = (logits, I64, I64, F32, I64, thresholds, F32, F32, F32 if shard else I64)
+                yield (
+                    sample._choice_kernel,
+                    (*pointers, 151_936, 3, 5, 151_936, 149, 0, 256),
+                    {**sizes, "SHARD": shard, "WIDTH": 256, "num_warps": sample._CHOICE_WARPS},
+                )
         yield (
             sample_filters._thresholds_kernel,
             (logits, I64, F32, I64, F32, F32, F32, 151_936, 3, 5, 3, 3, 151_936),
             {"STEP": sample_filters._STEP, "num_warps": sample_filters._NUM_WARPS},
         )
-    arguments = (I64, F32, F32, F32, I32, I64, 3, 151_936, 75)
-    yield sample._reduce_kernel, arguments, {"WIDTH": 128, "num_warps": 1}
-    arguments = (I64, F32, F32, F32, I32, F32, 3, 256, 38)
-    yield sample_shards._shard_kernel, arguments, {"WIDTH": 64, "num_warps": 1}
     arguments = (I64, F32, F32, I64, 3, 256, 2, 151_936)
     yield sample_shards._merge_kernel, arguments, {"WIDTH": 2, "num_warps": 1}
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from millstream.engine import sampling
-from millstream.kernels.sample import BLOCK, sample
+from millstream.engine.noise import block_noise, token_noise
+from millstream.kernels.sample import sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK = 256
 # Scores that are nearer than this may change places by float rounding.
-GAP = 1e-3
+GAP = 1e-4
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -31,25 +33,41 @@ def tables(
 
 
 def expected_ids(
-    logits: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    block_size: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What engine.sampling samples of rows, and by how much the best score leads."""
-    logits = logits.float()
-    random = (temperatures > 0).nonzero()[:, 0]
+    """What engine.sampling draws of rows, and by how much the best block leads or, if that is less,
+    the best token of it."""
+    random = temperatures > 0
     rows = sampling.SamplingRows(
-        random=random if len(random) else None,
-        temperatures=temperatures[random],
-        seeds=seeds[random],
+        random=None, temperatures=torch.where(random, temperatures, 1.0), seeds=seeds
     )
-    noise = sampling.exponential_noise_rows(seeds, positions, logits.shape[1]).double()
-    scaled = logits.double() / torch.where(temperatures > 0, temperatures, 1.0)[:, None].double()
-    scores = scaled - torch.where(temperatures > 0, 1.0, 0.0)[:, None] * noise.log()
+    drawn = sampling.draw(logits.float(), positions, rows, block_size).token_ids
+    scaled = logits.double() / rows.temperatures[:, None]
+    scaled = torch.nn.functional.pad(scaled, (0, -logits.shape[1] % block_size), value=-torch.inf)
+    blocks = scaled.view(len(logits), -1, block_size)
+    noise = block_noise(seeds, positions, 0, blocks.shape[1]).double()
+    lead = _lead(blocks.logsumexp(dim=2) - noise.log())
+    block = drawn // block_size
+    noise = token_noise(seeds, positions, block * block_size, block_size).double()
+    chosen = blocks[torch.arange(len(block), device=block.device), block]
+    lead = torch.minimum(lead, _lead(chosen - noise.log()))
+    greedy = logits.float().argmax(dim=1)
+    return torch.where(random, drawn, greedy), torch.where(random, lead, torch.inf)
+
+
+def _lead(scores: torch.Tensor) -> torch.Tensor:
+    if scores.shape[1] == 1:
+        return torch.full((len(scores),), torch.inf, device=scores.device)
     best = scores.topk(2, dim=1).values
-    return sampling.sample(logits.clone(), positions, rows), best[:, 0] - best[:, 1]
+    return best[:, 0] - best[:, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [2, 1003, BLOCK, BLOCK + 1, 3 * BLOCK - 5])
+@pytest.mark.parametrize("vocab", [2, BLOCK, BLOCK + 1, 1003, 20 * BLOCK - 5])
 def test_equals_the_engines_sampler(device: str, dtype: torch.dtype, vocab: int) -> None:
     """Slots in any order; seeds beyond 2^63; positions far along."""
     rows = 6
@@ -60,12 +78,12 @@ def test_equals_the_engines_sampler(device: str, dtype: torch.dtype, vocab: int)
     slots = torch.tensor([3, 0, 7, 1, 6, 2], device=device)
     positions = torch.tensor([0, 5, 77, 40_000, 131_071, 2**31 - 1], device=device)
     before = logits.clone()
-    got = sample(logits, slots, positions, temperatures, seeds)
+    got = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
     expected, gap = expected_ids(logits, positions, temperatures[slots], seeds[slots])
     sure = gap > GAP
-    assert sure.sum() >= rows - 2 and torch.equal(got[sure], expected[sure])
+    assert sure.sum() >= rows - 1 and torch.equal(got[sure], expected[sure])
     assert torch.equal(logits, before) and got.dtype == torch.int64
-    narrow = sample(logits, slots.int(), positions.int(), temperatures, seeds)
+    narrow = sample(logits, slots.int(), positions.int(), temperatures, seeds, block_size=BLOCK)
     assert torch.equal(got, narrow)
 
 
@@ -80,10 +98,25 @@ def test_sizes_of_real_models(device: str, dtype: torch.dtype, rows: int, vocab:
     slots = torch.arange(rows, device=device).flip(0) + 1
     for step in range(3):
         positions = torch.arange(rows, device=device) * 17 + step
-        got = sample(logits, slots, positions, temperatures, seeds)
-        expected, gap = expected_ids(logits, positions, temperatures[slots], seeds[slots])
+        got = sample(logits, slots, positions, temperatures, seeds, block_size=1024)
+        expected, gap = expected_ids(logits, positions, temperatures[slots], seeds[slots], 1024)
         sure = gap > GAP
-        assert sure.sum() >= 0.98 * rows - 1 and torch.equal(got[sure], expected[sure])
+        assert sure.sum() >= 0.99 * rows - 1 and torch.equal(got[sure], expected[sure])
+
+
+def test_thousands_of_rows(device: str) -> None:
+    """No disagreement but where two scores are nearer than GAP: flat rows and peaked ones. In the
+    interpreter, which takes 20 ms a row, some hundreds."""
+    count, vocab, block_size = 200 if device == "cpu" else 20_000, 300, 32
+    scales = torch.linspace(0.1, 6, count)[:, None]
+    logits = (logits_of(count, vocab, scale=1.0) * scales).to(device)
+    temperatures, seeds = tables([0.2 + (i % 37) / 20 for i in range(count)], device)
+    slots = torch.arange(count, device=device)
+    got = sample(logits, slots, slots % 91, temperatures, seeds, block_size=block_size)
+    expected, lead = expected_ids(logits, slots % 91, temperatures, seeds, block_size)
+    sure = lead > GAP
+    assert sure.sum() > 0.999 * count - 2 and torch.equal(got[sure], expected[sure])
+    assert len(got.unique()) > (100 if device == "cpu" else 290)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,7 +128,7 @@ def test_greedy_takes_the_lowest_id_of_equals(device: str, dtype: torch.dtype) -
     logits[3, 17] = -3e38
     temperatures, seeds = tables([0.0], device)
     zeros = torch.zeros(4, dtype=torch.int64, device=device)
-    got = sample(logits, zeros, zeros, temperatures, seeds)
+    got = sample(logits, zeros, zeros, temperatures, seeds, block_size=BLOCK)
     assert got.tolist() == [0, BLOCK - 1, 2 * BLOCK + 8, 17]
 
 
@@ -106,40 +139,44 @@ def test_a_row_samples_the_same_alone_and_in_a_crowd(device: str) -> None:
     slots = torch.arange(5, device=device)
     for step in range(4):
         positions = slots * 3 + step
-        together = sample(logits, slots, positions, temperatures, seeds)
+        together = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
         for row in range(5):
             one = slice(row, row + 1)
             moved = torch.zeros(1, dtype=torch.int64, device=device)
-            alone = sample(logits[one], moved, positions[one], temperatures[one], seeds[one])
+            alone = sample(
+                logits[one], moved, positions[one], temperatures[one], seeds[one], block_size=BLOCK
+            )
             assert torch.equal(alone, together[one])
 
 
 def test_samples_have_the_exact_distribution(device: str) -> None:
-    """Chi-square of 500 draws (GPU: 200,000); 99.99 % quantile of 15 degrees of freedom: 44.3."""
-    count = 500 if device == "cpu" else 200_000
-    row = logits_of(1, 16, seed=5, scale=1.5).to(device)
+    """Chi-square of 300 draws (GPU: 200,000) of three blocks, the last of two tokens; 99.99 %
+    quantile of 33 degrees of freedom: 72."""
+    count = 300 if device == "cpu" else 200_000
+    row = logits_of(1, 34, seed=5, scale=0.7).to(device)
     temperatures, seeds = tables([0.7], device, [1234])
     slots = torch.zeros(min(count, 20_000), dtype=torch.int64, device=device)
-    got = torch.zeros(16, device=device)
+    got = torch.zeros(34, device=device)
     for start in range(0, count, len(slots)):
         positions = torch.arange(start, start + len(slots), device=device)
-        drawn = sample(row.expand(len(slots), -1), slots, positions, temperatures, seeds)
-        got += drawn.bincount(minlength=16)
+        rows = row.expand(len(slots), -1)
+        drawn = sample(rows, slots, positions, temperatures, seeds, block_size=16)
+        got += drawn.bincount(minlength=34)
     expected = (row[0] / 0.7).softmax(-1) * count
-    assert ((got - expected) ** 2 / expected).sum() < 44.3
+    assert ((got - expected) ** 2 / expected).sum() < 72
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4])
 def test_row_52_tiny_temperatures(device: str, temperature: float) -> None:
     """Nothing overflows; tokens that tie are drawn evenly, also across blocks."""
     logits = logits_of(1, BLOCK + 100, scale=1e3)
-    tied = [5, 900, BLOCK + 50]
+    tied = [5, 90, BLOCK + 50]
     logits[0, tied] = logits.max() + 2
     temperatures, seeds = tables([temperature], device)
     slots = torch.zeros(60, dtype=torch.int64, device=device)
     positions = torch.arange(60, device=device)
     rows = logits.to(device).expand(60, -1)
-    got = sample(rows, slots, positions, temperatures, seeds).tolist()
+    got = sample(rows, slots, positions, temperatures, seeds, block_size=BLOCK).tolist()
     assert set(got) == set(tied) and all(got.count(token) > 5 for token in tied)
 
 
@@ -153,8 +190,12 @@ def test_thresholds(device: str) -> None:
     cut = logits.masked_fill(logits < thresholds[:, None], float("-inf"))
     for step in range(8):
         positions = slots + step
-        got = sample(logits, slots, positions, temperatures, seeds, thresholds=thresholds)
-        assert torch.equal(got, sample(cut, slots, positions, temperatures, seeds))
+        got = sample(
+            logits, slots, positions, temperatures, seeds, thresholds=thresholds, block_size=BLOCK
+        )
+        assert torch.equal(
+            got, sample(cut, slots, positions, temperatures, seeds, block_size=BLOCK)
+        )
         assert logits[0, got[0]] >= thresholds[0] and got[2] == logits[2].argmax()
 
 
@@ -163,12 +204,14 @@ def test_rows_may_lie_apart_and_ids_stay_in_the_vocabulary(device: str) -> None:
     temperatures, seeds = tables([0.0, 1.0], device)
     slots = torch.tensor([1, 0], device=device)
     positions = torch.tensor([3, 4], device=device)
-    got = sample(wide[::2, 10:110], slots, positions, temperatures, seeds)
-    copied = sample(wide[::2, 10:110].contiguous(), slots, positions, temperatures, seeds)
+    got = sample(wide[::2, 10:110], slots, positions, temperatures, seeds, block_size=BLOCK)
+    copied = sample(
+        wide[::2, 10:110].contiguous(), slots, positions, temperatures, seeds, block_size=BLOCK
+    )
     assert torch.equal(got, copied)
     broken = torch.full((2, 100), float("nan"), device=device)
     for bad in (broken, torch.full_like(broken, float("-inf"))):
-        got = sample(bad, slots, positions, temperatures, seeds)
+        got = sample(bad, slots, positions, temperatures, seeds, block_size=BLOCK)
         assert ((got >= 0) & (got < 100)).all()
 
 
@@ -176,7 +219,7 @@ def test_no_rows_and_bad_inputs(device: str) -> None:
     temperatures, seeds = tables([0.0, 1.0], device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
     logits = torch.zeros(2, 8, device=device)
-    assert sample(logits[:0], none, none, temperatures, seeds).shape == (0,)
+    assert sample(logits[:0], none, none, temperatures, seeds, block_size=BLOCK).shape == (0,)
     two = torch.zeros(2, dtype=torch.int64, device=device)
     cases = [
         ((logits[0], two, two, temperatures, seeds), "shape"),
@@ -188,9 +231,12 @@ def test_no_rows_and_bad_inputs(device: str) -> None:
         ((logits, two, two, temperatures.double(), seeds), "float64"),
         ((logits, two, two, temperatures, seeds[:1]), "slots"),
     ]
+    for size in (0, 8, 100, 4096):
+        with pytest.raises(ValueError, match=f"block_size: {size}"):
+            sample(logits, two, two, temperatures, seeds, block_size=size)
     for arguments, says in cases:
         with pytest.raises(ValueError, match=says):
-            sample(*arguments)
+            sample(*arguments, block_size=BLOCK)
 
 
 @pytest.mark.gpu
@@ -202,15 +248,17 @@ def test_in_a_cuda_graph(device: str) -> None:
     temperatures, seeds = tables([0.0, 0.7, 1.0, 1.4], device)
     slots = torch.arange(4, device=device)
     positions = slots * 5
-    sample(logits, slots, positions, temperatures, seeds)
+    sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample(logits, slots, positions, temperatures, seeds)
+        out = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
     for step in range(3):
         positions += 1
         slots.copy_(slots.roll(1))
         graph.replay()
-        assert torch.equal(out, sample(logits, slots, positions, temperatures, seeds)), step
+        assert torch.equal(
+            out, sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
+        ), step
 
 
 def test_tokens_at_minus_infinity_are_never_sampled(device: str) -> None:
@@ -224,5 +272,5 @@ def test_tokens_at_minus_infinity_are_never_sampled(device: str) -> None:
         temperatures, seeds = tables([temperature] * 3, device)
         for position in range(5):
             positions = torch.full((3,), position, device=device)
-            got = sample(logits, slots, positions, temperatures, seeds).tolist()
+            got = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK).tolist()
             assert got[0] == 2 * BLOCK + 1 and got[1] >= BLOCK + 9

@@ -100,9 +100,12 @@ def test_all_filters_in_a_mixed_batch_sample_as_the_engine_does(device: str) -> 
         top_p=top_p[with_p],
         min_p=min_p[:7],
     )
+    block_size = sampling.vocab_block(900)
     for step in range(5):
         positions = slots * 9 + step
-        got = sample(logits, slots, positions, temperatures, seeds, thresholds=limits)
+        got = sample(
+            logits, slots, positions, temperatures, seeds, block_size=block_size, thresholds=limits
+        )
         assert torch.equal(got, sampling.sample(logits.clone(), positions, engine_rows))
 
 

@@ -16,13 +16,10 @@ from torch import Tensor
 
 from millstream.engine.hardware import LoadError
 from millstream.engine.model_config import ModelConfig
+from millstream.engine.sampling import vocab_block
 
 if TYPE_CHECKING:
     from millstream.kernels.sum_add_rms_norm import Mailboxes
-
-# Shares of the vocabulary start at multiples of it: noise is drawn for four token ids at once, and
-# rows of logits stay aligned.
-VOCAB_UNIT = 16
 
 
 class Group(Protocol):
@@ -136,11 +133,11 @@ def _kv_heads(config: ModelConfig, rank: int, size: int) -> Span:
 
 
 def vocab_spans(vocab_size: int, size: int) -> list[Span]:
-    """Every rank's part of a vocabulary. Raises LoadError if one would have none."""
-    bounds = [
-        vocab_size * index // size // VOCAB_UNIT * VOCAB_UNIT if index < size else vocab_size
-        for index in range(size + 1)
-    ]
+    """Every rank's part of a vocabulary, whole blocks of it but for the last one's end. Raises
+    LoadError if one would have none."""
+    block_size = vocab_block(vocab_size)
+    num_blocks = -(-vocab_size // block_size)
+    bounds = [min(num_blocks * index // size * block_size, vocab_size) for index in range(size + 1)]
     spans = [Span(start, stop, vocab_size) for start, stop in itertools.pairwise(bounds)]
     if not all(span.length for span in spans):
         raise LoadError(

@@ -1,34 +1,34 @@
 """The sampler: rows of logits in, one token id a row out; small functions over explicit tensors.
 
-A random row draws by Gumbel-max (an exponential race): the token whose score x - log(E) is largest,
-x = logit / temperature and E = Exp(1) noise of that token alone. The noise comes from Philox, keyed
-by (seed, position, token id): it is the same whatever the batch, the row's place in it, and which
-other tokens are looked at. Only a comparison of scores is left, so softmax is never formed.
+A random row samples in two levels: first a block of the vocabulary, by the blocks' masses
+(choose_block), then a token of that block (choose_token). P(block) * P(token | block) is P(token),
+so this is exact, and noise is drawn for the blocks and for one block's tokens alone. Either level
+takes the best of log mass - log(E), E = Exp(1) noise of that entry (Gumbel-max, an exponential
+race; noise.py). Noise is a function of seed, position and id, a block's sum depends on nothing but
+the block: a row samples the same whatever the batch, its place in it, and which other blocks the
+process has.
 
 The order is transformers' and vLLM's: temperature, top-k, top-p, min-p. Each filter is a threshold
-on x, so tokens tied with the last one kept are kept too; the likeliest token always is.
+on logit / temperature, so tokens tied with the last one kept are kept too; the likeliest token
+always is. Tokens below it become -inf, which has no mass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-# log(E) is from log(2**-33) = -22.87 to log(log(2**24)) = 2.81: no noise lifts a token over another
-# that is likelier by more than this.
-_NOISE_RANGE = 25.7
+from millstream.engine.noise import block_noise, token_noise
+
 # On the CPU, how many of the likeliest tokens top-p looks at before it sorts a whole row.
 _TOP_P_WIDTH = 256
-# On the CPU, noise is drawn token by token when fewer than one in so many tokens can win.
-_SPARSE = 8
-# On the CPU, noise is drawn for so many rows at a time: temporaries of 256 rows leave the cache.
+# On the CPU, exponentials are taken of so many rows at a time: those of 256 rows leave the cache.
 _CPU_ROWS = 8
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
-_WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
+_LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 16  # token ids
+_FEWEST_BLOCKS = 16  # of a vocabulary, if blocks need not be smaller than that for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,16 @@ class SamplingRows:
 ALL_GREEDY = SamplingRows(random=None, temperatures=torch.empty(0), seeds=torch.empty(0))
 
 
+def vocab_block(vocab_size: int) -> int:
+    """How many token ids a block of a vocabulary has, but for the last: a power of two.
+
+    It depends on the whole vocabulary, not on a rank's share of it: which tokens a seed samples
+    depends on it.
+    """
+    most = max(vocab_size // _FEWEST_BLOCKS, _SMALLEST_BLOCK)
+    return min(1 << (most.bit_length() - 1), _LARGEST_BLOCK)
+
+
 def sample(logits: torch.Tensor, positions: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """The token ids [R] int64 of float32 logits [R, V]; ids at -inf are never sampled.
 
@@ -59,19 +69,22 @@ def sample(logits: torch.Tensor, positions: torch.Tensor, rows: SamplingRows) ->
     """
     if rows.random is None:
         return logits.argmax(dim=-1)
+    block_size = vocab_block(logits.shape[1])
     if len(rows.random) == len(logits):
-        return _sample_random(logits, positions, rows)
+        return draw(_filtered(logits, rows), positions, rows, block_size).token_ids
     token_ids = logits.argmax(dim=-1)
-    drawn = _sample_random(logits[rows.random], positions[rows.random], rows)
+    kept = _filtered(logits[rows.random], rows)
+    drawn = draw(kept, positions[rows.random], rows, block_size).token_ids
     return token_ids.index_copy(0, rows.random, drawn)
 
 
-def _sample_random(
-    logits: torch.Tensor, positions: torch.Tensor, rows: SamplingRows
-) -> torch.Tensor:
+def _filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Logits [N, V] with those that the rows' filters cut at -inf."""
+    if rows.top_k_rows is None and rows.top_p_rows is None and rows.min_p is None:
+        return logits
     # The likeliest token's is 0, so that no temperature, however small, can overflow.
     scaled = (logits - logits.amax(dim=1, keepdim=True)) / rows.temperatures[:, None]
-    lowest = torch.full_like(rows.temperatures, -_NOISE_RANGE)
+    lowest = torch.full_like(rows.temperatures, -torch.inf)
     if rows.top_k_rows is not None:
         assert rows.top_k is not None
         threshold = top_k_threshold(_pick(scaled, rows.top_k_rows), rows.top_k, rows.max_top_k)
@@ -84,7 +97,7 @@ def _sample_random(
         lowest = _raise(lowest, rows.top_p_rows, top_p_threshold(kept, rows.top_p))
     if rows.min_p is not None:
         lowest = torch.maximum(lowest, rows.min_p.log())
-    return _race(scaled, lowest, rows.seeds, positions)
+    return logits.masked_fill(scaled < lowest[:, None], -torch.inf)
 
 
 def _raise(lowest: torch.Tensor, rows: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
@@ -131,108 +144,86 @@ def _top_p_of_largest(
     return largest.gather(1, last[:, None])[:, 0], reached[:, -1] >= top_p
 
 
-def race_shard(
-    scaled: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of the tokens from id first_id on, a multiple of 4, without filters: its column, and
-    its score. scaled: [N, V], the largest of a row 0."""
-    lowest = torch.full((len(scaled),), -_NOISE_RANGE, device=scaled.device)
-    columns = _race(scaled, lowest, seeds, positions, first_id)
-    noise = exponential_noise(seeds, positions, columns + first_id)
-    return columns, scaled.gather(1, columns[:, None])[:, 0] - noise.log()
+class Drawn(NamedTuple):
+    """Tokens of N random rows, and the scores (block_scores) of the blocks that they are of."""
+
+    token_ids: torch.Tensor  # [N] int64
+    largest: torch.Tensor  # [N] float32
+    noisy: torch.Tensor  # [N] float32
 
 
-def _race(
-    scaled: torch.Tensor,
-    lowest: torch.Tensor,
-    seeds: torch.Tensor,
+def draw(
+    logits: torch.Tensor,
     positions: torch.Tensor,
+    rows: SamplingRows,
+    block_size: int,
     first_id: int = 0,
-) -> torch.Tensor:
-    """The column with the best score among those not below `lowest` [N]; at least one is not."""
-    if scaled.device.type != "cpu":
-        running = scaled >= lowest[:, None]
-        return _dense_race(scaled, running, seeds, positions, first_id)
-    some = [slice(i, i + _CPU_ROWS) for i in range(0, len(scaled), _CPU_ROWS)]
-    return torch.cat(
-        [_cpu_race(scaled[i], lowest[i], seeds[i], positions[i], first_id) for i in some]
+) -> Drawn:
+    """Samples float32 logits [N, V] of the ids from first_id on, a multiple of block_size, as the
+    random rows of `rows` do; filters, and which rows these are, are not looked at."""
+    seeds, temperatures = rows.seeds, rows.temperatures
+    blocks = _in_blocks(logits, block_size)
+    largest, log_sums = block_masses(blocks, temperatures)
+    noise = block_noise(seeds, positions, first_id // block_size, blocks.shape[1])
+    block, *score = choose_block(largest, log_sums, temperatures, noise)
+    first_ids = first_id + block * block_size
+    token = choose_token(
+        blocks[torch.arange(len(block), device=block.device), block],
+        temperatures,
+        token_noise(seeds, positions, first_ids, block_size),
     )
+    return Drawn(first_ids + token, *score)
 
 
-def _dense_race(
-    scaled: torch.Tensor,
-    running: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    first_id: int,
+def choose_block(
+    largest: torch.Tensor, log_sums: torch.Tensor, temperatures: torch.Tensor, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The block [N] that each row samples of, by the masses [N, B] of its blocks and their noise
+    [N, B]; and its score, in the two parts that block_scores adds up."""
+    noisy = log_sums - noise.log()
+    block = block_scores(largest, noisy, temperatures[:, None]).argmax(dim=1)
+    at = block[:, None]
+    return block, largest.gather(1, at)[:, 0], noisy.gather(1, at)[:, 0]
+
+
+def choose_token(
+    logits: torch.Tensor, temperatures: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
-    noise = exponential_noise_rows(seeds, positions, scaled.shape[1], first_id)
-    return (scaled - noise.log()).masked_fill(~running, -torch.inf).argmax(dim=1)
+    """The column [N] that each row samples of its block's logits and noise [N, block size]."""
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperatures[:, None]
+    return (scaled - noise.log()).argmax(dim=1)
 
 
-def _cpu_race(
-    scaled: torch.Tensor,
-    lowest: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    first_id: int,
+def block_masses(
+    blocks: torch.Tensor, temperatures: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each block's largest logit, and the logarithm of its sum of exp((logit - largest) /
+    temperature): [N, B, block size], [N] -> [N, B] twice. Of a block of -inf: -inf, 0."""
+    largest = blocks.amax(dim=2)
+    step = _CPU_ROWS if blocks.device.type == "cpu" else max(len(blocks), 1)
+    some = [slice(at, at + step) for at in range(0, max(len(blocks), 1), step)]
+    return largest, torch.cat([_log_sums(blocks[i], largest[i], temperatures[i]) for i in some])
+
+
+def _log_sums(
+    blocks: torch.Tensor, largest: torch.Tensor, temperatures: torch.Tensor
 ) -> torch.Tensor:
-    """When few tokens are left, draws noise for these alone; a GPU would wait for their number."""
-    running = scaled >= lowest[:, None]
-    if _SPARSE * int(running.count_nonzero()) > running.numel():
-        return _dense_race(scaled, running, seeds, positions, first_id)
-    row, column = running.nonzero(as_tuple=True)
-    noise = exponential_noise(seeds[row], positions[row], column + first_id)
-    scores = torch.full_like(scaled, -torch.inf)
-    scores[row, column] = scaled[row, column] - noise.log()
-    return scores.argmax(dim=1)
+    shift = largest[:, :, None].clamp(min=torch.finfo(blocks.dtype).min)  # not -inf - -inf
+    scaled = (blocks - shift).div_(temperatures[:, None, None])
+    return scaled.exp_().sum(dim=2).clamp_(min=1).log_()
 
 
-def exponential_noise_rows(
-    seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0
+def block_scores(
+    largest: torch.Tensor, noisy: torch.Tensor, temperatures: torch.Tensor
 ) -> torch.Tensor:
-    """Exp(1) noise of vocab_size token ids from first_id on, a multiple of 4: [N], [N] ->
-    [N, vocab_size] float32."""
-    first = first_id // 4
-    blocks = torch.arange(first, first + (vocab_size + 3) // 4, device=seeds.device)
-    words = philox(seeds[:, None], blocks[None, :], positions[:, None])
-    return _to_exponential(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
+    """largest / temperature + noisy in float64: blocks of ranks that know nothing of each other's
+    compare as those of one, and no temperature is so small that a large logit drowns the noise."""
+    return largest.double() / temperatures + noisy
 
 
-def exponential_noise(
-    seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
-    """Exp(1) noise of single tokens: three [n] -> [n] float32, as exponential_noise_rows has it."""
-    words = torch.stack(philox(seeds, token_ids // 4, positions))
-    return _to_exponential(words.gather(0, (token_ids % 4)[None])[0])
-
-
-def _to_exponential(words: torch.Tensor) -> torch.Tensor:
-    """Uniform 32-bit words to Exp(1): -log1p(-u), u = (word + 0.5) / 2**32, at most 1 - 2**-24.
-
-    Small u, hence the small E that win, keep all 32 bits of resolution; Triton's own mapping to
-    floats keeps 31 and can give 0, whose logarithm is no score.
-    """
-    uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_()
-
-
-def philox(
-    seeds: torch.Tensor, counters_low: torch.Tensor, counters_high: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32-10 (Salmon et al., SC 2011): four words below 2**32 as int64, per counter.
-
-    The same words as Triton's tl.randint4x(seed, high << 32 | low); arguments broadcast. Low is
-    token id // 4 and high the position here; word token id % 4 is the token's.
-    """
-    key_0, key_1 = seeds & _MASK, (seeds >> 32) & _MASK
-    word_0, word_1 = counters_low, counters_high
-    word_2 = word_3 = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    for _ in range(_ROUNDS):
-        # The products wrap around in int64, which leaves their 64 bits as they should be.
-        product_a, product_b = word_0 * _MULTIPLIER_A, word_2 * _MULTIPLIER_B
-        word_0 = (product_b >> 32).bitwise_and_(_MASK) ^ (word_1 ^ key_0)
-        word_2 = (product_a >> 32).bitwise_and_(_MASK) ^ (word_3 ^ key_1)
-        word_1, word_3 = product_b.bitwise_and_(_MASK), product_a.bitwise_and_(_MASK)
-        key_0, key_1 = (key_0 + _WEYL_A) & _MASK, (key_1 + _WEYL_B) & _MASK
-    return word_0, word_1, word_2, word_3
+def _in_blocks(logits: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[N, V] -> [N, B, block_size], filled up with -inf."""
+    missing = -logits.shape[1] % block_size
+    if missing:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    return logits.reshape(len(logits), -1, block_size)

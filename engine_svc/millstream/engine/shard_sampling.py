@@ -1,9 +1,10 @@
 """Sampling where each rank has the logits of its part of the vocabulary.
 
-Rows that are greedy or drawn without filters are sampled where the shards lie: each rank races its
-own tokens, with the noise that they have in the whole vocabulary, and three numbers a row are
-gathered. Rows that need more (filters, bans, logprobs) are gathered whole, rank 0 samples them, and
-the others take its word; so these need not know how.
+Rows that are greedy or drawn without filters are sampled where the shards lie. Shares are whole
+blocks of the vocabulary: each rank chooses one of its own and a token of it, with the noise that
+they have in the whole vocabulary, and three numbers a row are gathered; the token of the best block
+is the row's. Rows that need more (filters, bans, logprobs) are gathered whole, rank 0 samples them,
+and the others take its word; so these need not know how.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from millstream.engine.ops import SlotOps, SlotSampling
 from millstream.engine.parallel import Group, vocab_spans
 from millstream.engine.plan import Plan, SlotStart
-from millstream.engine.sampling import SamplingRows, race_shard
+from millstream.engine.sampling import SamplingRows, block_scores, draw, vocab_block
 from millstream.engine.slot_edits import is_special
 
 
@@ -51,7 +52,7 @@ class ShardSampler:
 
     def __init__(self, group: Group, vocab_size: int) -> None:
         self._group = group
-        self._vocab_size = vocab_size
+        self._block_size = vocab_block(vocab_size)
         self._spans = vocab_spans(vocab_size, group.size)
         self._first_id = self._spans[group.rank].start
 
@@ -68,7 +69,7 @@ class ShardSampler:
         """As sampling.sample, of this rank's logits in float32 and rows without filters."""
         if not len(logits):
             return _no_ids(logits)
-        best = best_of_shard(logits, positions, rows, self._first_id)
+        best = best_of_shard(logits, positions, rows, self._first_id, self._block_size)
         temperatures = torch.zeros_like(best[0])
         if rows.random is not None:
             temperatures.index_copy_(0, rows.random, rows.temperatures)
@@ -98,29 +99,31 @@ def _no_ids(logits: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=logits.device)
 
 
-def best_of_shard(logits: Tensor, positions: Tensor, rows: SamplingRows, first_id: int) -> Tensor:
-    """[3, R] float32 of logits [R, V]: each row's largest logit, its best score relative to that,
-    and the id of which that is; of a greedy row the score is the logit.
+def best_of_shard(
+    logits: Tensor, positions: Tensor, rows: SamplingRows, first_id: int, block_size: int
+) -> Tensor:
+    """[3, R] float32 of logits [R, V]: of each row the two parts of its best block's score
+    (sampling.block_scores) and the token id chosen of it; of a greedy row the largest logit, 0, and
+    whose it is.
 
-    V logits are of the ids from first_id on, a multiple of 4. Ids are exact in float32: there are
-    fewer than 2**24.
+    V logits are of the ids from first_id on, a multiple of block_size, which is the whole
+    vocabulary's. Ids are exact in float32: there are fewer than 2**24.
     """
     token_ids = logits.argmax(dim=1)
     largest = logits.gather(1, token_ids[:, None])[:, 0]
-    scores = largest
+    token_ids, noisy = token_ids + first_id, torch.zeros_like(largest)
     if rows.random is not None:
-        scaled = (logits[rows.random] - largest[rows.random, None]) / rows.temperatures[:, None]
-        drawn, drawn_scores = race_shard(scaled, rows.seeds, positions[rows.random], first_id)
-        token_ids = token_ids.index_copy(0, rows.random, drawn)
-        scores = scores.index_copy(0, rows.random, drawn_scores)
-    return torch.stack((largest, scores, (token_ids + first_id).float()))
+        random = rows.random
+        drawn = draw(logits[random], positions[random], rows, block_size, first_id)
+        token_ids = token_ids.index_copy(0, random, drawn.token_ids)
+        largest = largest.index_copy(0, random, drawn.largest)
+        noisy = noisy.index_copy(0, random, drawn.noisy)
+    return torch.stack((largest, noisy, token_ids.float()))
 
 
 def best_of_shards(shards: Tensor, temperatures: Tensor) -> Tensor:
     """The ids [R] int64 that the rows sample, of every rank's best [size, 3, R]; the lowest id of
     equals. temperatures: [R]; 0: greedy."""
-    largest, scores, token_ids = shards.unbind(1)
-    random = temperatures > 0
-    relative = (largest - largest.amax(dim=0)) / torch.where(random, temperatures, 1.0) + scores
-    winner = torch.where(random, relative, scores).argmax(dim=0)
-    return token_ids.gather(0, winner[None])[0].long()
+    largest, noisy, token_ids = shards.unbind(1)
+    scores = block_scores(largest, noisy, torch.where(temperatures > 0, temperatures, 1.0))
+    return token_ids.gather(0, scores.argmax(dim=0)[None])[0].long()

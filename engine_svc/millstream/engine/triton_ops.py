@@ -19,6 +19,7 @@ from millstream.engine.model_config import ModelConfig
 from millstream.engine.ops import SlotSampling, SlotState, Stream
 from millstream.engine.parallel import Group
 from millstream.engine.rope import RotaryEmbedding
+from millstream.engine.sampling import vocab_block
 from millstream.engine.step_attention import (
     FlashAttention,
     FlashModule,
@@ -130,14 +131,26 @@ class TritonOps:
                 logits, slots, table.temperatures, table.top_k, table.top_p, table.min_p
             )
         return gumbel_max(
-            logits, slots, positions, table.temperatures, table.seeds, thresholds=least
+            logits,
+            slots,
+            positions,
+            table.temperatures,
+            table.seeds,
+            block_size=vocab_block(self._vocab_size),
+            thresholds=least,
         )
 
     def best_of_shard(
         self, logits: Tensor, positions: Tensor, slots: Tensor, table: SlotSampling, first_id: int
     ) -> Tensor:
         return best_of_shard(
-            logits, slots, positions, table.temperatures, table.seeds, first_id=first_id
+            logits,
+            slots,
+            positions,
+            table.temperatures,
+            table.seeds,
+            first_id=first_id,
+            block_size=vocab_block(self._vocab_size),
         )
 
     def best_of_shards(self, shards: Tensor, slots: Tensor, table: SlotSampling) -> Tensor:

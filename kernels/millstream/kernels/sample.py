@@ -1,10 +1,11 @@
-"""Gumbel-max sampling of one token id per row of logits; a greedy row is its argmax.
+"""Gumbel-max sampling of one token id per row of logits, in two levels; a greedy row is its argmax.
 
-A random row takes the token whose score x / temperature - log(E) is largest, E = Exp(1) noise of
-that token alone: Philox4x32-10 keyed by (seed, position), four token ids to a counter, the very
-words of the engine's sampling.py (oracle). Softmax is never formed and logits are read once, in
-blocks that leave their best (logit, score, token id) for a second kernel to choose from. Blocks are
-of one size whatever the batch, so a row's token does not depend on the other rows.
+The logits are read once, without any noise, for the mass of each block of the vocabulary. A second
+kernel then chooses a block of a row by log mass - log(E), and a token of that block by x /
+temperature - log(E), E = Exp(1) noise of that entry alone: Philox4x32-10 keyed by (seed, position)
+and the block's or token's id, the very words of the engine's sampling.py (oracle). A greedy row
+takes the same two steps by its largest logits. A block's sum has the same order in any batch, so a
+row's token does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -15,145 +16,166 @@ import triton.language as tl
 
 from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
+from millstream.kernels.sample_noise import block_noise, token_noise
 
-BLOCK = 2048
-_NUM_WARPS = 4
+# Logits of a program, one or more blocks. One warp: a block's sums then need no barrier, and a
+# logit 10 instructions instead of the 17 that four warps spend on it (sm_90, bfloat16).
+_TILE = 2048
+_MASSES_WARPS = 1
+_CHOICE_WARPS = 8
 _MAX_BLOCKS = 4096
 _MAX_ROWS = 65535  # of a grid's second axis
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _log(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
-    """The natural logarithm: an instruction for 30, to 2^-22 of the larger of it and 1."""
-    if NATIVE:
-        log2 = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        log2 = tl.log2(x)
-    return log2 * 0.6931471805599453
+def _masses_kernel(
+    logits_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    thresholds_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    log_sum_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    temperatures_stride: tl.tensor,
+    width: tl.tensor,
+    num_blocks: tl.tensor,
+    HAS_THRESHOLDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Per block of a row: its largest logit and, of a random row, the logarithm of its sum of
+    exp((logit - largest) / temperature). Of a block of -inf: -inf, 0."""
+    launch_dependents(PDL)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row = tl.program_id(1).to(tl.int64)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    wait(PDL)
+    temperature = tl.load(
+        temperatures_ptr + tl.load(slots_ptr + row).to(tl.int64) * temperatures_stride
+    )
+    logits = tl.load(
+        logits_ptr + row * logits_stride + column, mask=column < width, other=float("-inf")
+    ).to(tl.float32)
+    if HAS_THRESHOLDS:
+        logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
+    largest = tl.max(logits, axis=1)
+    at = row * num_blocks + block
+    tl.store(largest_ptr + at, largest, mask=block < num_blocks)
+    if temperature > 0:
+        powers = tl.exp2((logits - _finite(largest)[:, None]) * (1.4426950408889634 / temperature))
+        log_sum = tl.log(tl.maximum(tl.sum(powers, axis=1), 1.0))
+        tl.store(log_sum_ptr + at, log_sum, mask=block < num_blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _exponential_noise(
+def _finite(largest: tl.tensor) -> tl.tensor:
+    """What a block's logits can be taken relative to: not -inf, since -inf - -inf is no number."""
+    return tl.maximum(largest, -3.4028234663852886e38)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def block_scores(largest: tl.tensor, noisy: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """largest / temperature + noisy in float64, the same bits for a block alone and among others;
+    a greedy row's are its largest logits."""
+    divisor = tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
+    return largest.to(tl.float64) / divisor + noisy.to(tl.float64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose_block(
+    largest: tl.tensor,
+    log_sum: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    block: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of blocks [n]: the index of the best score, and that score's two parts."""
+    noisy = tl.zeros_like(largest)
+    if temperature > 0:
+        noisy = log_sum - tl.log(block_noise(seed, position, block))
+    best = tl.argmax(block_scores(largest, noisy, temperature), axis=0)
+    chosen = tl.arange(0, largest.shape[0]) == best
+    best_largest = tl.max(tl.where(chosen, largest, float("-inf")), axis=0)
+    return best, best_largest, tl.max(tl.where(chosen, noisy, float("-inf")), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose_token(
+    logits: tl.tensor,
+    largest: tl.tensor,
+    temperature: tl.tensor,
     seed: tl.tensor,
     position: tl.tensor,
     first_id: tl.tensor,
     BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Exp(1) noise [BLOCK] of token ids first_id and up: -log1p(-u), u = (word + 0.5) / 2^32.
-
-    For small u by five terms of its series (the rest is 2^-22 of it at most): log(1 - u) would lose
-    there what makes the smallest E, those that win, differ.
-    """
-    counter = first_id // 4 + tl.arange(0, BLOCK // 4)
-    word_0, word_1, word_2, word_3 = tl.randint4x(
-        seed, (position.to(tl.int64) << 32) | counter.to(tl.int64)
-    )
-    #  [counter, i, j] is word 2 * i + j of the counter, hence of token id 4 * counter + 2 * i + j
-    words = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3)).reshape([BLOCK])
-    u = (words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    u = tl.minimum(u, 0.999999940395355224609375)  # 1 - 2^-24
-    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
-    return tl.where(u < 1 / 16, series, -_log(1 - u, NATIVE))
+    """Of a block's logits [BLOCK], the column that the row samples."""
+    scores = logits
+    if temperature > 0:
+        noise = token_noise(seed, position, first_id, BLOCK)
+        scores = (logits - _finite(largest)) / temperature - tl.log(noise)
+    return tl.argmax(scores, axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _blocks_kernel(
+def _choice_kernel(
     logits_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
     seeds_ptr: tl.tensor,
     thresholds_ptr: tl.tensor,
-    best_logit_ptr: tl.tensor,
-    best_score_ptr: tl.tensor,
-    best_id_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    log_sum_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     logits_stride: tl.tensor,
     temperatures_stride: tl.tensor,
     seeds_stride: tl.tensor,
-    vocab_size: tl.tensor,
+    width: tl.tensor,
+    num_blocks: tl.tensor,
     first_id: tl.tensor,
+    num_rows: tl.tensor,
     HAS_THRESHOLDS: tl.constexpr,
+    SHARD: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Per block of a row: its largest logit, its best score relative to that, and whose it is."""
+    """Per row: a block, and a token of it. SHARD: as the three numbers of sample_shards.py."""
     launch_dependents(PDL)
-    block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    column = block * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, WIDTH)
+    at = row * num_blocks + index
     wait(PDL)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row)
     temperature = tl.load(temperatures_ptr + slot * temperatures_stride)
+    seed = tl.load(seeds_ptr + slot * seeds_stride)
+    largest = tl.load(largest_ptr + at, mask=index < num_blocks, other=float("-inf"))
+    log_sum = tl.load(log_sum_ptr + at, mask=index < num_blocks, other=0.0)
+    block, block_largest, noisy = _choose_block(
+        largest, log_sum, temperature, seed, position, first_id // BLOCK + index
+    )
+    # Rows of NaN have no best: whatever comes out is an id.
+    first = tl.minimum(block, num_blocks - 1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     logits = tl.load(
-        logits_ptr + row * logits_stride + column,
-        mask=column < vocab_size,
-        other=float("-inf"),
+        logits_ptr + row * logits_stride + column, mask=column < width, other=float("-inf")
     ).to(tl.float32)
     if HAS_THRESHOLDS:
         logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
-
-    largest = tl.max(logits, axis=0)
-    scores = logits
-    # Greedy rows draw no noise, nor does a block that thresholds have emptied.
-    if (temperature > 0) & (largest > float("-inf")):
-        noise = _exponential_noise(
-            tl.load(seeds_ptr + slot * seeds_stride),
-            position,
-            first_id + block * BLOCK,
-            BLOCK,
-            NATIVE,
-        )
-        scores = (logits - largest) * (1 / temperature) - _log(noise, NATIVE)
-    best_score, best = tl.max(scores, axis=0, return_indices=True)
-    out = row * tl.num_programs(0) + block
-    tl.store(best_logit_ptr + out, largest)
-    tl.store(best_score_ptr + out, best_score)
-    tl.store(best_id_ptr + out, first_id + block * BLOCK + best)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def of_the_row(logit: tl.tensor, score: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Scores of parts of a row, each relative to its part's largest `logit`, made relative to the
-    row's; a greedy row's stay."""
-    if temperature > 0:
-        relative = (logit - tl.max(logit, axis=0)) * (1 / temperature) + score
-        score = tl.where(logit > float("-inf"), relative, float("-inf"))
-    return score
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce_kernel(
-    slots_ptr: tl.tensor,
-    temperatures_ptr: tl.tensor,
-    best_logit_ptr: tl.tensor,
-    best_score_ptr: tl.tensor,
-    best_id_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    temperatures_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Per row: the best of its blocks; scores become relative to the row's largest logit."""
-    launch_dependents(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, WIDTH)
-    at = row * num_blocks + block
-    wait(PDL)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + slot * temperatures_stride)
-    logit = tl.load(best_logit_ptr + at, mask=block < num_blocks, other=float("-inf"))
-    score = tl.load(best_score_ptr + at, mask=block < num_blocks, other=float("-inf"))
-    best = tl.argmax(of_the_row(logit, score, temperature), axis=0)
-    # Rows of NaN have no best: whatever comes out is an id.
-    token_id = tl.minimum(tl.load(best_id_ptr + row * num_blocks + best), vocab_size - 1)
-    tl.store(out_ptr + row, token_id.to(tl.int64))
+    token = _choose_token(
+        logits, block_largest, temperature, seed, position, first_id + first, BLOCK
+    )
+    token_id = first_id + tl.minimum(first + token, width - 1)
+    if SHARD:
+        tl.store(out_ptr + row, block_largest)
+        tl.store(out_ptr + num_rows + row, noisy)
+        tl.store(out_ptr + 2 * num_rows + row, token_id.to(tl.float32))
+    else:
+        tl.store(out_ptr + row, token_id.to(tl.int64))
 
 
 def sample(
@@ -163,6 +185,7 @@ def sample(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     *,
+    block_size: int,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The token ids [R] int64 of logits [R, V] in bfloat16, float16 or float32, which stay.
@@ -171,56 +194,79 @@ def sample(
     temperatures: [slots] float32; 0 is greedy: argmax, the lowest id of equals.
     seeds: [slots] int64, the bits of an unsigned seed. The tables by slot may have any stride and
     are read on the device only: a CUDA graph can hold all of this.
+    block_size: a power of two from 16 to 2048; what a seed samples depends on it.
     thresholds: [R] float32, contiguous: tokens of lower logits are not sampled; some token of each
     row must reach it.
-    Raises ValueError if shapes, dtypes or strides are others.
+    Raises ValueError if shapes, dtypes, strides or block_size are others.
     """
-    _check(logits, slots, positions, temperatures, seeds, thresholds)
-    num_rows, vocab_size = logits.shape
-    device = logits.device
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    choose(logits, slots, positions, temperatures, seeds, thresholds, token_ids, block_size)
+    return token_ids
+
+
+def choose(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    out: torch.Tensor,
+    block_size: int,
+    *,
+    first_id: int | None = None,
+) -> None:
+    """The two launches of `sample`, which leave token ids in out [R] int64; or, of logits of the
+    ids from first_id on, the three numbers of sample_shards.py in out [3, R] float32."""
+    _check(logits, slots, positions, temperatures, seeds, thresholds, block_size)
+    num_rows, width = logits.shape
     if not num_rows:
-        return token_ids
-    num_blocks = triton.cdiv(vocab_size, BLOCK)
-    best_logit, best_score = torch.empty(2, num_rows, num_blocks, device=device)
-    best_id = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
-    options = pdl.options(device)
-    _blocks_kernel[(num_blocks, num_rows)](
+        return
+    num_blocks = triton.cdiv(width, block_size)
+    largest, log_sums = torch.empty(2, num_rows, num_blocks, device=logits.device)
+    options = pdl.options(logits.device)
+    blocks_per_program = _TILE // block_size
+    _masses_kernel[(triton.cdiv(num_blocks, blocks_per_program), num_rows)](
+        logits,
+        slots,
+        temperatures,
+        thresholds,
+        largest,
+        log_sums,
+        logits.stride(0),
+        temperatures.stride(0),
+        width,
+        num_blocks,
+        HAS_THRESHOLDS=thresholds is not None,
+        BLOCKS=blocks_per_program,
+        BLOCK=block_size,
+        num_warps=_MASSES_WARPS,
+        **options,
+    )
+    _choice_kernel[(num_rows,)](
         logits,
         slots,
         positions,
         temperatures,
         seeds,
         thresholds,
-        best_logit,
-        best_score,
-        best_id,
+        largest,
+        log_sums,
+        out,
         logits.stride(0),
         temperatures.stride(0),
         seeds.stride(0),
-        vocab_size,
-        0,
-        HAS_THRESHOLDS=thresholds is not None,
-        BLOCK=BLOCK,
-        NATIVE=device.type == "cuda" and torch.version.hip is None,
-        num_warps=_NUM_WARPS,
-        **options,
-    )
-    _reduce_kernel[(num_rows,)](
-        slots,
-        temperatures,
-        best_logit,
-        best_score,
-        best_id,
-        token_ids,
-        temperatures.stride(0),
-        vocab_size,
+        width,
         num_blocks,
+        first_id or 0,
+        num_rows,
+        HAS_THRESHOLDS=thresholds is not None,
+        SHARD=first_id is not None,
         WIDTH=triton.next_power_of_2(num_blocks),
-        num_warps=1,
+        BLOCK=block_size,
+        num_warps=_CHOICE_WARPS,
         **options,
     )
-    return token_ids
 
 
 def _check(
@@ -230,8 +276,11 @@ def _check(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     thresholds: torch.Tensor | None,
+    block_size: int,
 ) -> None:
-    if logits.dim() != 2 or not 0 < logits.shape[1] <= BLOCK * _MAX_BLOCKS:
+    if block_size & (block_size - 1) or not 16 <= block_size <= _TILE:
+        raise ValueError(f"block_size: {block_size}, not a power of two from 16 to {_TILE}")
+    if logits.dim() != 2 or not 0 < logits.shape[1] <= block_size * _MAX_BLOCKS:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, not [R, V]")
     if logits.shape[0] > _MAX_ROWS:
         raise ValueError(f"{logits.shape[0]} rows of logits, more than {_MAX_ROWS}")
