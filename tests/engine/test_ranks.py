@@ -17,6 +17,7 @@ from tests.rank_processes import all_end, rank_pids, shared_memory, wait_for_ran
 from tests.tiny_models import make_tiny_model
 
 from millstream.engine import LLM, SamplingParams
+from millstream.engine.collectives import GlooGroup
 from millstream.engine.hardware import LoadError
 from millstream.engine.ranks import RankLost
 
@@ -116,6 +117,47 @@ def test_a_rank_that_dies_raises_and_ends_the_others(folder: Path, ranks: int, i
         llm.generate(prompts() * 100, endless, use_tqdm=False)
     assert time.monotonic() - started < 5
     llm.close()
+    assert not rank_pids(os.getpid())
+
+
+def test_row_26_a_rank_that_stops_and_dies_is_told(folder: Path) -> None:
+    """Rank 0 waits for it in a collective until then."""
+    with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+        (victim,) = wait_for_ranks(os.getpid(), 1)
+        os.kill(victim, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+        with pytest.raises(RankLost, match=r"^rank 1 of 2 was killed by SIGKILL$"):
+            llm.generate(prompts(), GREEDY, use_tqdm=False)
+
+
+def test_row_26_a_collective_that_never_ends_does_not_hold_the_caller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's without one of its ranks: no error comes of it, whatever waits."""
+    waits = threading.Event()
+
+    def hang(group: GlooGroup, x: torch.Tensor) -> torch.Tensor:
+        waits.set()
+        threading.Event().wait()
+        return x
+
+    llm = LLM(folder, tensor_parallel_size=2, **OPTIONS)
+    generate(llm, GREEDY)
+    (victim,) = wait_for_ranks(os.getpid(), 1)
+    monkeypatch.setattr(GlooGroup, "all_reduce", hang)
+
+    def kill_it_then() -> None:
+        waits.wait()
+        os.kill(victim, signal.SIGKILL)
+
+    threading.Thread(target=kill_it_then).start()
+    started = time.monotonic()
+    with pytest.raises(RankLost, match=r"^rank 1 of 2 was killed by SIGKILL$"):
+        generate(llm, GREEDY)
+    with pytest.raises(RankLost):
+        llm.step()
+    llm.close()
+    assert time.monotonic() - started < 5
     assert not rank_pids(os.getpid())
 
 

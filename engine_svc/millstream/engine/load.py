@@ -41,14 +41,25 @@ def load_core(
     line for what the user can mend.
 
     on_lost: called on another thread, with the reason, when one of several ranks has ended, even
-    while nobody steps; the core is of no use then.
+    while nobody steps; the core is of no use then, and what waits for a step may wait for ever.
+    Without it, steps raise RankLost.
     """
     if config.runner == "model" and config.tensor_parallel_size > 1:
-        ranks = importlib.import_module("millstream.engine.ranks")
-        runner: Runner = ranks.create_runner(config, model_dir, on_lost)
+        runner = _over_ranks(config, model_dir, on_lost)
     else:
         runner = _find_runner(config.runner)(config, model_dir)
     return EngineCore(runner, prefix_caching=config.prefix_caching, clock=time.monotonic)
+
+
+def _over_ranks(
+    config: EngineConfig, model_dir: Path | None, on_lost: Callable[[str], None] | None
+) -> Runner:
+    from millstream.engine.ranks import create_runner
+    from millstream.engine.watched_runner import watched
+
+    if on_lost is not None:
+        return create_runner(config, model_dir, on_lost)
+    return watched(lambda on_lost: create_runner(config, model_dir, on_lost))
 
 
 def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:

@@ -24,12 +24,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from millstream.engine.config import EngineConfig
-from millstream.engine.plan import Runner
 from millstream.engine.ring import RingFiles, RingWriter
+
+if TYPE_CHECKING:
+    from millstream.engine.ranks_runner import RanksRunner
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +84,13 @@ class RankProcesses:
     """The other ranks' processes. A thread starts and watches them: they are killed when the thread
     that started them ends, which may be no thread of a caller's."""
 
-    def __init__(self, start: RankStart, files: RingFiles, on_lost: OnLost | None) -> None:
+    def __init__(self, start: RankStart, files: RingFiles, on_lost: OnLost) -> None:
         """start: its rank is set for each. files: the ring's, inherited by the ranks.
 
         on_lost: called on the watching thread when a rank is lost that was not to end.
         """
         self._size = start.config.tensor_parallel_size
-        self._on_lost = on_lost
+        self._on_lost: OnLost | None = on_lost  # None once close() is called
         self._changed = threading.Condition()
         self._lost: str | None = None
         self._ranks: list[_Rank] = []
@@ -228,12 +231,12 @@ def _how_it_ended(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def create_runner(config: EngineConfig, model_dir: Path | None, on_lost: OnLost | None) -> Runner:
+def create_runner(config: EngineConfig, model_dir: Path | None, on_lost: OnLost) -> RanksRunner:
     """Loads a model over config.tensor_parallel_size processes, of which this is rank 0.
 
-    on_lost: called on a thread of ours once a rank is lost; what waits for a step, or waits idle,
-    hears of it no other way. Raises LoadError for a model that cannot be spread so, or what keeps a
-    rank from loading.
+    on_lost: called on a thread of ours once a rank is lost; what waits for a step (on GPUs, for
+    ever), or waits idle, hears of it no other way. Raises LoadError for a model that cannot be
+    spread so, or what keeps a rank from loading.
     """
     size = config.tensor_parallel_size
     os.environ.update(_NO_MULTICAST)

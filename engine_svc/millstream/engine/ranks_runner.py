@@ -66,6 +66,10 @@ class RanksRunner:
         """As rank 0's runner: the others need to know nothing of grammars."""
         return self._first.prepare_grammar(spec)
 
+    def end_ranks(self) -> None:
+        """Ends the other ranks alone, while a step of this one may wait for them for ever."""
+        self._processes.close()
+
     def close(self) -> None:
         self._processes.close()
         self._ring.close()
