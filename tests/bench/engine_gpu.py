@@ -56,6 +56,7 @@ def main() -> None:
         "startup",
         seconds=time.perf_counter() - started,
         cuda_s=cuda_s,
+        phases={name: round(seconds, 2) for name, seconds in llm.info.phases},
         num_blocks=llm.info.num_blocks,
     )
     measures = {
