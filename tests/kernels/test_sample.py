@@ -181,8 +181,9 @@ def test_row_52_tiny_temperatures(device: str, temperature: float) -> None:
 
 
 def test_thresholds(device: str) -> None:
-    """Only tokens that reach the row's threshold are sampled, among them as without."""
-    logits = logits_of(3, BLOCK + 40, scale=1.0).to(device)
+    """Only tokens that reach the row's threshold are sampled, among them as without: most blocks
+    have none, and no mass."""
+    logits = logits_of(3, 296, scale=1.0).to(device)
     thresholds = logits.topk(3, dim=1).values[:, 2].contiguous()
     thresholds[1] = float("-inf")
     temperatures, seeds = tables([1.5, 1.5, 0.0], device)
@@ -191,11 +192,9 @@ def test_thresholds(device: str) -> None:
     for step in range(8):
         positions = slots + step
         got = sample(
-            logits, slots, positions, temperatures, seeds, thresholds=thresholds, block_size=BLOCK
+            logits, slots, positions, temperatures, seeds, thresholds=thresholds, block_size=16
         )
-        assert torch.equal(
-            got, sample(cut, slots, positions, temperatures, seeds, block_size=BLOCK)
-        )
+        assert torch.equal(got, sample(cut, slots, positions, temperatures, seeds, block_size=16))
         assert logits[0, got[0]] >= thresholds[0] and got[2] == logits[2].argmax()
 
 
