@@ -4,6 +4,7 @@ and seeded sampling against itself."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,26 @@ def test_greedy_equals_transformers(case: Case, budget: int | None, prefix_cachi
     )
     assert outputs == case.expected
     assert (stats.prefix_cache_hits > 0) == (prefix_caching and case.shares_prefixes)
+
+
+def test_short_prompts_that_pass_a_long_one(case: Case) -> None:
+    """Its slot takes no part in steps between its chunks; a more urgent one takes whole steps."""
+    long = 9  # its number among the prompts
+    with LLM(case.folder, block_size=BLOCK_SIZE, device="cpu", max_num_batched_tokens=32) as llm:
+        llm.add_request(PROMPTS[long], GREEDY)
+        llm.step()
+        urgent = llm._samples(PROMPTS[8], GREEDY)
+        llm._submit([dataclasses.replace(request, priority=-1) for request in urgent])
+        for prompt in PROMPTS[:5]:
+            llm.add_request(prompt, GREEDY)
+        outputs: dict[int, list[int]] = {}
+        while not llm.is_finished():
+            outputs.update(dict(llm.step()[0]))
+    ended = list(outputs)
+    assert ended.index(0) == len(ended) - 1, "the long one is passed by all"
+    assert [outputs[key] for key in range(7)] == [
+        case.expected[number] for number in (long, 8, 0, 1, 2, 3, 4)
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

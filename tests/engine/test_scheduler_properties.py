@@ -105,11 +105,14 @@ class Traffic:
     def schedule(self) -> Plan | None:
         """Decides a step, and checks who was admitted and who preempted."""
         ran = {s.key: s for s in self.sequences(Status.RUNNING)}
+        in_the_making = self.scheduler._prefilling.top
         plan = self.scheduler.schedule(self.now)
         waiting, running = self.sequences(Status.WAITING), self.sequences(Status.RUNNING)
         by_slot = {s.slot: s for s in running}
         admitted_now = [by_slot[start.slot] for start in plan.starts] if plan else []
         stayed = [s for s in running if s.key in ran and s not in admitted_now]
+        if in_the_making in stayed and plan is not None:
+            self.check_its_part(plan, in_the_making, admitted_now)
         for preempted in (s for s in waiting if s.key in ran):
             for other in stayed:
                 assert self.rank(preempted) > self.rank(other), "an urgent one was preempted"
@@ -125,6 +128,17 @@ class Traffic:
                     assert admitted.preemptions or admitted.arrived_at <= other.arrived_at
                     self.seen["overtaking nobody"] += 1
         return plan
+
+    def check_its_part(self, plan: Plan, top: Sequence, admitted: list[Sequence]) -> None:
+        """A prompt in the making has half of what decodes leave, but for more urgent ones."""
+        for_chunks = self.runner.info.max_num_batched_tokens - len(plan.decode_slots)
+        chunk = next((chunk for chunk in plan.chunks if chunk.slot == top.slot), None)
+        urgent = [s for s in admitted if s.request.priority < top.request.priority]
+        self.seen["passed by an urgent one"] += bool(urgent)
+        if not urgent and for_chunks:
+            assert chunk is not None
+            assert chunk.samples or 2 * len(chunk.token_ids) >= for_chunks, "it has too little"
+            self.seen["passed by a short one"] += plan.chunks[0] is not chunk
 
     def sequences(self, status: Status) -> list[Sequence]:
         return [s for s in self.scheduler._sequences.values() if s.status is status]
@@ -179,6 +193,7 @@ def test_random_traffic(first_seed: int) -> None:
     rare = ("stop", "length", "cancelled", "preempted", "cached", "scored", "surplus")
     rare += ("preempted by rank", "overtaking nobody")
     assert all(seen[event] >= 10 for event in rare), seen
+    assert min(seen["passed by an urgent one"], seen["passed by a short one"]) >= 3, seen
 
 
 def test_batch_invariant_traffic() -> None:

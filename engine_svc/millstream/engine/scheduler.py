@@ -4,12 +4,13 @@ One notion, computed tokens catching up with known ones, covers everything: a pr
 with in chunks, a preempted sequence (prompt and output) likewise, a decode is behind by one. A step
 gives every decoding sequence its token first, and what is left of the token budget to chunks:
 
-    waiting -----admit-----> prefilling (one at most) ------> decoding -----> draining / finished
-       ^                            |                            |
-       '---- preempt: the least urgent first, to the front ------'
+    waiting -----admit-----> prefilling ------> decoding -----> draining / finished
+       ^                         |                 |
+       '-- preempt: the least urgent first, to the front
 
 Who is admitted next is waiting.py's: by priority, fairly among clients, in order of arrival. Nobody
-overtakes the next one when that has to wait for blocks, and nobody gives up a slot for it. Blocks
+overtakes the next one when that has to wait for blocks, and nobody gives up a slot for it. While a
+prompt is in the making, those are admitted that pass it between its chunks (prefilling.py). Blocks
 for all known tokens are taken at admission, one more whenever a decode fills its last; when there
 is none, the running sequence of the lowest priority (the largest number), of several the last
 admitted, gives up its blocks and computes again later. The most urgent, first admitted one so
@@ -27,9 +28,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from millstream.engine.counts import Counts
 from millstream.engine.holdings import Holdings
 from millstream.engine.launched import Launched
 from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult
+from millstream.engine.prefilling import Prefilling
 from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
@@ -37,8 +40,8 @@ from millstream.engine.sequence import Sequence, Status, never_fits
 from millstream.engine.waiting import WaitingQueue
 
 
-def _urgency(sequence: Sequence) -> int:
-    return sequence.request.priority
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.admission
 
 
 class Scheduler:
@@ -49,19 +52,15 @@ class Scheduler:
         self._holdings = Holdings(info, prefix_caching)
         self._sequences: dict[int, Sequence] = {}  # by key, until they finish
         self._waiting = WaitingQueue()
-        self._prefilling: Sequence | None = None  # always the last admitted
-        # In order of admission. Replaced, never changed in place: plans in flight refer to it.
+        self._prefilling = Prefilling()
+        # In order of their first tokens. Replaced, never changed in place: plans in flight have it.
         self._decoding: list[Sequence] = []
         self._decode_slots: tuple[int, ...] = ()
         self._decoding_changed = False  # some of _decoding are no longer running
         self._launched: deque[Launched] = deque()
         self._step = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._prefix_cache_queries = 0
-        self._prefix_cache_hits = 0
-        self._num_preemptions = 0
-        self._requests_finished = 0
+        self._num_admissions = 0
+        self._counts = Counts()
 
     # ---- requests come and go
 
@@ -96,7 +95,7 @@ class Scheduler:
             self._waiting.stopped(sequence)
         sequence.status = Status.FINISHED
         del self._sequences[sequence.key]
-        self._requests_finished += 1
+        self._counts.requests_finished += 1
         return sequence.finished_record(reason, now, stop_token_id, message)
 
     # ---- a step is decided
@@ -113,13 +112,14 @@ class Scheduler:
         chunks: list[Chunk] = []
         sampled: list[Sequence] = []
         scored: list[Sequence] = []
-        # Never below 0: a sequence is admitted, and so begins to decode, only with budget to spare.
+        # Never below 0: a sequence begins to decode only with budget to spare.
         budget = self.info.max_num_batched_tokens - len(decoding)
-        while budget > 0 and (next_up := self._prefilling or self._admit(starts, now)):
+        reserved = -(-budget // 2)  # of a prompt that is in the making
+        while budget > 0 and (next_up := self._next_up(starts, budget - reserved, now)):
             chunk = self._next_chunk(next_up, budget)
             chunks.append(chunk)
             budget -= len(chunk.token_ids)
-            self._prefilling = None if chunk.samples else next_up
+            self._prefilling.note_chunk(next_up, is_last=chunk.samples)
             if chunk.samples:
                 sampled.append(next_up)
             if chunk.target_ids:
@@ -157,7 +157,7 @@ class Scheduler:
                 self._release(sequence)
                 self._waiting.stopped(sequence)
                 sequence.status = Status.DRAINING
-        due.sort(key=_urgency)  # stable: then by admission
+        due.sort(key=_urgency)
         appends: list[tuple[int, int]] = []
         for sequence in due:  # an earlier one may preempt a later one, never the reverse
             while sequence.status is Status.RUNNING and not self._holdings.has_block:
@@ -168,10 +168,11 @@ class Scheduler:
 
     def _least_urgent(self) -> Sequence:
         """Of the lowest priority the last admitted. One runs."""
-        running = [item for item in self._decoding if item.status is Status.RUNNING]
-        if self._prefilling is not None:
-            running.append(self._prefilling)
-        return max(reversed(running), key=_urgency)  # the first of several
+        return max(self._running(), key=_urgency)
+
+    def _running(self) -> list[Sequence]:
+        decoding = [item for item in self._decoding if item.status is Status.RUNNING]
+        return [*decoding, *self._prefilling]
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of its priority; what it knows stays, what it computed may be found
@@ -180,27 +181,32 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.preemptions += 1
         self._waiting.put_back(sequence)
-        self._num_preemptions += 1
+        self._counts.num_preemptions += 1
 
-    def _admit(self, starts: list[SlotStart], now: float) -> Sequence | None:
-        """Gives the next in the queue a slot and blocks for all its known tokens, if there are."""
-        sequence = self._waiting.first() if self._holdings.has_slot else None
+    def _next_up(self, starts: list[SlotStart], spare_tokens: int, now: float) -> Sequence | None:
+        """Whose chunk is next in this step; None if nobody's can be."""
+        first = self._waiting.first() if self._holdings.has_slot else None
+        passes = first is not None and self._prefilling.gives_way_to(first, spare_tokens)
+        if first is None or not passes or not self._admit(first, now):
+            return self._prefilling.top
+        starts.append(first.slot_start())
+        return first
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Gives a sequence a slot, which is free, and blocks for all its known tokens; whether
+        there were as many."""
         # Of a preempted one, the last token may come with a plan in flight.
-        if sequence is None or sequence.num_pending_tokens or not self._holdings.take(sequence):
-            return None
+        if sequence.num_pending_tokens or not self._holdings.take(sequence):
+            return False
         self._waiting.admit(sequence)
         sequence.status = Status.RUNNING
+        sequence.admission = self._num_admissions
+        self._num_admissions += 1
         if sequence.scheduled_at is None:
-            self._count_admission(sequence, now)
-        starts.append(sequence.slot_start())
-        return sequence
-
-    def _count_admission(self, sequence: Sequence, now: float) -> None:
-        sequence.scheduled_at = now
-        sequence.cached_tokens = sequence.num_computed_tokens
-        self._prompt_tokens += sequence.prompt_len
-        self._prefix_cache_queries += sequence.prompt_len
-        self._prefix_cache_hits += sequence.cached_tokens
+            sequence.scheduled_at = now
+            sequence.cached_tokens = sequence.num_computed_tokens
+            self._counts.note_first_admission(sequence)
+        return True
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
         start = sequence.num_computed_tokens
@@ -220,9 +226,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Takes slot and blocks from a running sequence."""
         self._holdings.give_back(sequence)
-        if sequence is self._prefilling:
-            self._prefilling = None
-        else:
+        if not self._prefilling.remove(sequence):
             self._decoding_changed = True
 
     # ---- who watches the prefix cache
@@ -273,7 +277,7 @@ class Scheduler:
                 finished.append(self._end(sequence, stop, now, stop_token_id=token_id))
             elif len(known) == sequence.max_len:
                 finished.append(self._end(sequence, FinishReason.LENGTH, now))
-        self._generation_tokens += len(keys)
+        self._counts.generation_tokens += len(keys)
         return StepRecord(launched.step, keys, token_ids, finished, logprobs, prompt_logprobs)
 
     # ---- what there is
@@ -304,20 +308,15 @@ class Scheduler:
             kv_blocks_used=self._holdings.pool.num_used,
             kv_blocks_total=self._holdings.pool.num_blocks,
             steps=self._step,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_cache_queries=self._prefix_cache_queries,
-            prefix_cache_hits=self._prefix_cache_hits,
-            num_preemptions=self._num_preemptions,
-            requests_finished=self._requests_finished,
+            **self._counts.as_dict(),
         )
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the parts disagree. Slow: for tests and idle moments."""
-        running = [item for item in self._decoding if item.status is Status.RUNNING]
-        if self._prefilling is not None:
-            running.append(self._prefilling)
-        assert len(running) <= self.info.max_num_batched_tokens, "decodes do not fit in a step"
+        running, in_the_making = self._running(), len(list(self._prefilling))
+        num_decoding = len(running) - in_the_making
+        assert num_decoding <= self.info.max_num_batched_tokens, "decodes do not fit in a step"
+        self._prefilling.check_invariants()
         self._holdings.check_invariants(running)
         for key, sequence in self._sequences.items():
             sequence.check_invariants(self.info.block_size)

@@ -59,6 +59,7 @@ class Sequence:
     # A preempted sequence keeps its count until it is admitted again, so that num_pending_tokens
     # stays right while its last step is in flight.
     num_computed_tokens: int = 0
+    admission: int = -1  # how many were admitted before it was, the last time
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     # Tokens may be computed up to here without the scheduler's attention: the end of the block

@@ -1,0 +1,65 @@
+"""Prefilling: sequences whose known tokens are being computed in chunks, and who passes them.
+
+A stack: the one on top goes on, each of the others waits for those above it, which are more urgent.
+
+    urgent     [####....]   admitted while the other was in the making
+    patient    [######..................]
+
+A short prompt of the same priority passes a long one too, if it can be computed whole in a part of
+the step: at least half of it is the long one's, which so takes twice as many steps at most.
+
+Pure, like the scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from millstream.engine.sequence import Sequence
+
+
+class Prefilling:
+    """Holds each sequence from its first chunk that is not its last one until its last one."""
+
+    def __init__(self) -> None:
+        self._stack: list[Sequence] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._stack)
+
+    @property
+    def top(self) -> Sequence | None:
+        """Whose chunk is next, unless somebody passes it."""
+        return self._stack[-1] if self._stack else None
+
+    def gives_way_to(self, newcomer: Sequence, spare_tokens: int) -> bool:
+        """Whether one that waits goes before the top, if there is a top; `spare_tokens`: of this
+        step, that the top need not have."""
+        top = self.top
+        if top is None:
+            return True
+        if newcomer.request.priority != top.request.priority:
+            return newcomer.request.priority < top.request.priority
+        tokens = len(newcomer.token_ids)
+        return tokens <= spare_tokens and tokens < len(top.token_ids) - top.num_computed_tokens
+
+    def note_chunk(self, sequence: Sequence, *, is_last: bool) -> None:
+        """A chunk of the top, or of one that passed it, is in the plan."""
+        if sequence is self.top:
+            if is_last:
+                self._stack.pop()
+        elif not is_last:
+            self._stack.append(sequence)
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Takes one out wherever it is; whether it was there."""
+        if sequence in self._stack:
+            self._stack.remove(sequence)
+            return True
+        return False
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the order is lost."""
+        priorities = [sequence.request.priority for sequence in self._stack]
+        assert all(below > above for below, above in itertools.pairwise(priorities))
