@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import subprocess
@@ -102,3 +103,24 @@ def test_a_start_tells_where_its_time_went() -> None:
     assert abs(sum(seconds) - total_s) < 0.05
     assert 0.5 * elapsed_s < total_s <= elapsed_s + 0.02
     assert "interpreter" in told.group(2)
+
+
+def test_ctrl_c_in_a_start_is_a_quiet_exit() -> None:
+    """At any time since the core is there, for the whole process group, as a terminal does."""
+    code = "from millstream.rpc.start import engine; engine()"
+    for delay_s in (0, 0.05, 0.1, 0.15, 0.2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "--port", "0", "--runner", "tests.fake_runners:slow_load"],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while process.poll() is None and not children.read_text():
+            time.sleep(0.001)
+        time.sleep(delay_s)
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=15)
+        assert process.returncode in (0, 130)
+        assert "Traceback" not in stderr

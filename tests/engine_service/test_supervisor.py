@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -114,6 +115,19 @@ async def test_a_core_that_dies_before_the_model_is_found() -> None:
     core.supervisor._process.wait()
     with pytest.raises(StartError, match="was killed by SIGKILL"):
         await core.supervisor.load(None)
+    await core.supervisor.close()
+
+
+async def test_signals_to_the_process_group_never_end_a_core() -> None:
+    """Not even in its first milliseconds: a Ctrl-C is the front end's business."""
+    core = Core("echo")
+    for _ in range(50):
+        os.kill(core.pid, signal.SIGINT)
+        os.kill(core.pid, signal.SIGTERM)
+        await asyncio.sleep(0.005)
+    await core.supervisor.load(None)
+    status = await asyncio.to_thread(Path(f"/proc/{core.pid}/status").read_text)
+    assert "SigBlk:\t0000000000000000\n" in status  # its own children hear theirs
     await core.supervisor.close()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 # gRPC's own lines for what we report in one of ours (a taken port). Read when grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -33,24 +34,31 @@ def main() -> None:
     config = engine_config.from_arguments(arguments)
     configure_logging(arguments.log_level, process="engine")
     core = spawn_core(config)
-    run_and_exit(PROG, lambda: _serve(config, core, server_config(arguments)))
+    run_and_exit(PROG, _serving(config, core, server_config(arguments)))
 
 
-async def _serve(config: EngineConfig, core: SpawnedCore, server: ServerConfig) -> int:
+def _serving(
+    config: EngineConfig, core: SpawnedCore, server: ServerConfig
+) -> Callable[[], Coroutine[Any, Any, int]]:
+    """What the event loop is to run. Imports it first: a loop would not heed a Ctrl-C meanwhile."""
     from millstream.engine.service import EngineService
     from millstream.engine.servicer import DIALECT
     from millstream.engine.vllm_dialect import find_dialect
     from millstream.rpc.server import run_service
 
     vllm_dialect = find_dialect()
-    service = EngineService(
-        config,
-        core,
-        lambda: _find_model(config),
-        dialects=(DIALECT,) if vllm_dialect is None else (DIALECT, vllm_dialect),
-        max_message_bytes=server.max_message_bytes,
-    )
-    return await run_service(service, server)
+
+    async def serve() -> int:
+        service = EngineService(
+            config,
+            core,
+            lambda: _find_model(config),
+            dialects=(DIALECT,) if vllm_dialect is None else (DIALECT, vllm_dialect),
+            max_message_bytes=server.max_message_bytes,
+        )
+        return await run_service(service, server)
+
+    return serve
 
 
 def _find_model(config: EngineConfig) -> Model:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from millstream.engine.channel import framed, socket_pair
+from millstream.engine.child_process import deaf_from_birth
 from millstream.engine.config import EngineConfig
 from millstream.engine.records import Start
 
@@ -31,7 +32,7 @@ def spawn_core(config: EngineConfig) -> SpawnedCore:
     command = [sys.executable, "-P", "-m", "millstream.engine.core_process"]
     spawned_s = time.monotonic()
     # A new interpreter, never a bare fork: grpc may have threads by now.
-    with core:
+    with core, deaf_from_birth():
         process = subprocess.Popen(
             [*command, "--fd", str(core.fileno()), "--log-level", level],
             pass_fds=(core.fileno(),),

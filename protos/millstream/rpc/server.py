@@ -69,13 +69,13 @@ class Service(Protocol):
 
 async def run_service(service: Service, config: ServerConfig) -> int:
     """Runs a service until a signal, its parent's end or its failure; returns the exit code."""
+    stop_requested = asyncio.Event()
+    _install_signals(stop_requested)  # first: a server must not be cancelled while it starts
     health = Health(service.names)
     server = grpc.aio.server(
         interceptors=[UndecodableRequests()], options=server_options(config.max_message_bytes)
     )
     port = _register_and_bind(server, service, health, config)
-    stop_requested = asyncio.Event()
-    _install_signals(stop_requested)
     await server.start()
     control = asyncio.create_task(_watch_control(config.control_fd, stop_requested))
     failure: str | None = None
