@@ -54,12 +54,15 @@ def load_core(
 def _over_ranks(
     config: EngineConfig, model_dir: Path | None, on_lost: Callable[[str], None] | None
 ) -> Runner:
-    from millstream.engine.ranks import create_runner
-    from millstream.engine.watched_runner import watched
-
+    # By their names, as other runners: the front end, which imports us, has no torch.
+    create_runner = importlib.import_module("millstream.engine.ranks").create_runner
+    watched = importlib.import_module("millstream.engine.watched_runner").watched
+    runner: Runner
     if on_lost is not None:
-        return create_runner(config, model_dir, on_lost)
-    return watched(lambda on_lost: create_runner(config, model_dir, on_lost))
+        runner = create_runner(config, model_dir, on_lost)
+    else:
+        runner = watched(lambda on_lost: create_runner(config, model_dir, on_lost))
+    return runner
 
 
 def _find_runner(name: str) -> Callable[[EngineConfig, Path | None], Runner]:
