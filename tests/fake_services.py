@@ -68,6 +68,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.step_s = 0.0
         self.tokens_per_step: Callable[[], int] = lambda: 1
         self.room = 1 << 20  # live requests beyond which QueueFull is said
+        self.retry_after_s = 0.02  # its hint then
         self.draining = False  # refuses everything
         self.deaf = False  # says nothing of what is submitted
         self.break_after_tokens: int | None = None  # then the stream ends UNAVAILABLE
@@ -160,7 +161,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         if self.draining:
             return EngineUnavailable("the engine is stopping")
         if len(live) + max(1, submission.sampling.n) > self.room:
-            return QueueFull("full", retry_after_s=0.02)
+            return QueueFull("full", retry_after_s=self.retry_after_s)
         return None
 
     def _step(self, live: dict[int, _Live], message: engine_pb2.GenerateResponse) -> bool:

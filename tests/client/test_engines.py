@@ -89,12 +89,13 @@ async def test_what_waits_for_places_counts() -> None:
 async def test_what_waits_for_room_counts() -> None:
     async with several(2) as services, client_of(services) as client:
         for each in services:
-            each.engine.room = 0
+            each.engine.room, each.engine.retry_after_s = 0, 60
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         batch = asyncio.create_task(client.generate([PROMPT] * 10, params, detokenize=False))
-        await until(lambda: sum(each.engine.refused for each in services) >= 40)
+        await until(lambda: sum(each.engine.refused for each in services) == 20)
         engines = client._services.engines._ready()
-        assert sum(engine.outstanding_tokens for engine in engines) == 10 * (len(PROMPT) + 3)
+        wanted = 10 * (len(PROMPT) + 3)
+        await until(lambda: sum(engine.outstanding_tokens for engine in engines) == wanted)
         batch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await batch
