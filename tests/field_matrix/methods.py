@@ -53,6 +53,7 @@ def _generate(channel: grpc.Channel, request: engine_pb2.GenerateRequest) -> Err
         errors += [from_status(one.status) for one in message.finished if one.HasField("status")]
         assert all(token_id < VOCAB_SIZE for token_id in message.output.token_ids)
         waiting -= {one.handle for one in message.rejected}
+        waiting -= {one.handle for one in message.finished}  # maybe without a token: its time is up
         waiting -= {one.handle for one in message.accepted} & long
         waiting -= set(message.output.handles)
         if not waiting:
