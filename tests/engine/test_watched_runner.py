@@ -128,6 +128,19 @@ def test_an_error_of_the_step_itself_comes_first() -> None:
         run(runner, inner.lose)
 
 
+def test_an_error_of_a_launch_is_told_by_the_next_collect() -> None:
+    inner, runner = make("nowhere")
+
+    def fail(plan: Any) -> None:
+        raise MemoryError("no room")
+
+    inner.launch = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="no room"):
+        run(runner)
+    runner.close()
+    assert inner.closed
+
+
 def test_a_close_that_hangs_ends_the_ranks() -> None:
     inner, runner = make("close")
     assert run(runner) == 20

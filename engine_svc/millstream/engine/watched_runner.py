@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millstream.engine.plan import Plan, Runner, StepResult
@@ -30,11 +31,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class _Done:
+    """What came of a call."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Lost:
     reason: str
 
 
-_Answers = queue.SimpleQueue["Future[Any] | _Lost"]
+_Answers = queue.SimpleQueue[_Done | _Lost]
 
 
 class RunnerOverRanks(Runner, Protocol):
@@ -51,23 +60,24 @@ def watched(create: Callable[[OnLost], RunnerOverRanks]) -> WatchedRunner:
 
 
 class WatchedRunner:
-    """A plan.Runner whose steps raise RankLost soon after a rank is lost."""
+    """A plan.Runner; soon after a rank is lost, collect() raises RankLost."""
 
     def __init__(self, runner: RunnerOverRanks, answers: _Answers) -> None:
         self.info = runner.info
         self._runner = runner
-        self._answers = answers
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
-        self._calls = queue.SimpleQueue()
+        self._answers = answers  # a _Done for each call that is waited for
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], bool] | None] = queue.SimpleQueue()
         self._lost: str | None = None
         self._hangs = False  # the thread is in a call that never returns
+        self._failed_launch: BaseException | None = None  # the thread's
         threading.Thread(target=self._work, name="rank 0", daemon=True).start()
 
     def launch(self, plan: Plan) -> None:
-        self._call(lambda: self._runner.launch(plan))
+        """Waits for nothing: what goes wrong, collect() raises."""
+        self._calls.put((partial(self._launch_here, plan), False))
 
     def collect(self) -> StepResult:
-        return self._call(self._runner.collect)
+        return self._call(self._collect_here)
 
     def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
         return self._runner.prepare_grammar(spec)
@@ -82,26 +92,44 @@ class WatchedRunner:
         self._calls.put(None)
 
     def _call(self, function: Callable[[], T]) -> T:
+        """Waits until it is done on the thread, behind all before it."""
         if self._hangs:
             raise RankLost(self._lost or "")
-        outcome: Future[T] = Future()
-        self._calls.put((function, outcome))
+        self._calls.put((function, True))
         while True:
             try:
                 answer = self._answers.get(timeout=None if self._lost is None else _GRACE_S)
             except queue.Empty:
                 self._hangs = True
                 raise RankLost(self._lost or "") from None
-            if answer is outcome:
-                return outcome.result()
             if isinstance(answer, _Lost):
                 self._lost = answer.reason
+            elif answer.error is not None:
+                raise answer.error
+            else:
+                result: T = answer.result
+                return result
+
+    # ---- on the thread
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            function, outcome = call
+            function, is_awaited = call
             try:
-                outcome.set_result(function())
+                done = _Done(function())
             except BaseException as error:
-                outcome.set_exception(error)
-            self._answers.put(outcome)
+                done = _Done(error=error)
+            if is_awaited:
+                self._answers.put(done)
+
+    def _launch_here(self, plan: Plan) -> None:
+        if self._failed_launch is None:
+            try:
+                self._runner.launch(plan)
+            except BaseException as error:
+                self._failed_launch = error
+
+    def _collect_here(self) -> StepResult:
+        if self._failed_launch is not None:
+            raise self._failed_launch
+        return self._runner.collect()
