@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,7 @@ from tests.fake_runners import FakeRunner
 from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_sizes
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
-from millstream.engine.core_process import Commands, use_idle_time
+from millstream.engine.core_process import Commands, next_command
 from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
 from millstream.engine.layout import BatchLayout
 from millstream.engine.records import AskStats
@@ -102,17 +103,35 @@ def test_a_core_prepares_ahead_if_its_runner_can() -> None:
     assert [core.prepare_ahead() for _ in range(3)] == [True, True, False]
 
 
+class Endless(FakeRunner):
+    """Always finds something to prepare; the third piece takes until a command is there."""
+
+    def __init__(self, commands: Commands) -> None:
+        super().__init__(EngineConfig(), lambda plan: None)
+        self.commands = commands
+        self.calls = 0
+
+    def prepare_ahead(self) -> bool:
+        self.calls += 1
+        if self.calls == 3:
+            self.commands.put(AskStats(token=1))
+        return True
+
+
 def test_a_command_ends_the_preparations() -> None:
     commands: Commands = queue.SimpleQueue()
-    calls: list[int] = []
+    runner = Endless(commands)
+    core = EngineCore(runner, prefix_caching=False)
+    assert next_command(core, commands, quiet_s=0) == AskStats(token=1)
+    assert runner.calls == 3
 
-    class Endless(FakeRunner):
-        def prepare_ahead(self) -> bool:
-            calls.append(1)
-            if len(calls) == 3:
-                commands.put(AskStats(token=1))
-            return True
 
-    core = EngineCore(Endless(EngineConfig(), lambda plan: None), prefix_caching=False)
-    use_idle_time(core, commands)
-    assert len(calls) == 3
+def test_nothing_is_prepared_between_requests_that_follow_each_other() -> None:
+    """A piece of it would hold each of them up."""
+    commands: Commands = queue.SimpleQueue()
+    runner = Endless(commands)
+    core = EngineCore(runner, prefix_caching=False)
+    for token in range(3):
+        threading.Timer(0.02, commands.put, [AskStats(token)]).start()
+        assert next_command(core, commands, quiet_s=30) == AskStats(token)
+    assert runner.calls == 0

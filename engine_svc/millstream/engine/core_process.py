@@ -56,6 +56,7 @@ from millstream.rpc.logs import configure_logging
 logger = logging.getLogger(__name__)
 
 _LAST_WORD_S = 1.0  # for a front end that lags; the end of file says the rest
+_QUIET_S = 0.5  # without a command, before idle time is used
 
 # Answers that other threads have are put here too, for the main thread to send.
 Command = ToCore | GrammarPrepared
@@ -141,8 +142,7 @@ def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
     while True:
         asked: list[int] = []
         if not core.has_work:
-            use_idle_time(core, commands)
-            _obey(core, commands.get(), asked, channel, commands)
+            _obey(core, next_command(core, commands), asked, channel, commands)
         while not commands.empty():
             _obey(core, commands.get(), asked, channel, commands)
         if core.has_work:
@@ -153,10 +153,15 @@ def _run(core: EngineCore, commands: Commands, channel: CoreChannel) -> None:
             channel.send(StatsRecord(token, core.stats()))
 
 
-def use_idle_time(core: EngineCore, commands: Commands) -> None:
-    """Prepares for later steps until the next command is there, or nothing is left to prepare."""
+def next_command(core: EngineCore, commands: Commands, quiet_s: float = _QUIET_S) -> Command:
+    """The next command, once it is there. After a quiet time, prepares for later steps meanwhile:
+    who sends a request then may wait for the end of a piece of that, some ten milliseconds; who
+    sends one as soon as another is answered never does."""
+    with contextlib.suppress(queue.Empty):
+        return commands.get(timeout=quiet_s)
     while commands.empty() and core.prepare_ahead():
         pass
+    return commands.get()
 
 
 def _obey(
