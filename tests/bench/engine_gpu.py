@@ -7,6 +7,8 @@ millstream.client.workload, the second of two runs. ttft: the first token of a 1
 an idle engine. idle: the share of 50 steady steps at batch 256 in which no kernel runs. bare: a
 decode step of contexts of a few tokens, by batch: all that is not attention. prefill: TFLOP/s of a
 step of as many tokens as steps take, in prompts of 1,024 and in one, beside a matrix product's.
+edited: a steady step of 256 sequences of which none, one or all ask for something that changes or
+scores logits. crowd: four times the flagship's requests at once, with as many sequences.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--profile", action="store_true", help="print the kernels of idle's steps")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -51,6 +54,7 @@ def main() -> None:
         batch_invariant=arguments.batch_invariant,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
     )
     report(
         "startup",
@@ -66,6 +70,8 @@ def main() -> None:
         "idle": lambda: idle(llm, arguments.profile),
         "bare": lambda: bare(llm),
         "prefill": lambda: prefill(llm, arguments.model),
+        "edited": lambda: edited(llm),
+        "crowd": lambda: crowd(llm),
     }
     for name in arguments.only:
         measures[name]()
@@ -163,23 +169,65 @@ def idle(llm: LLM, print_kernels: bool, batch: int = 256, steps: int = 50) -> No
         llm.step()
 
 
-def bare(llm: LLM, steps: int = 40) -> None:
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=steps + 20)
+STEPS = 40
+PLAIN: dict[str, Any] = {"temperature": 0.6, "ignore_eos": True, "max_tokens": STEPS + 20}
+
+
+def bare(llm: LLM) -> None:
     times = {}
     for batch in (1, 4, 8, 16, 32, 48, 64, 72, 96, 128, 136, 160, 192, 224, 256):
         if batch > llm.info.max_num_seqs:
             break
-        for index in range(batch):
-            llm.add_request(random_prompt(8, index), params)
-        for _ in range(12):
-            llm.step()
-        started = time.perf_counter()
-        for _ in range(steps):
-            llm.step()
-        times[batch] = round(1e3 * (time.perf_counter() - started) / steps, 4)
-        while not llm.is_finished():
-            llm.step()
+        times[batch] = steady_ms(llm, [SamplingParams(**PLAIN)] * batch)
     report("bare", ms_by_batch=times)
+
+
+def steady_ms(llm: LLM, params: Sequence[SamplingParams]) -> float:
+    """Of a decode step of so many sequences, with contexts of a few tokens."""
+    for index, each in enumerate(params):
+        llm.add_request(random_prompt(8, index), each)
+    for _ in range(12):
+        llm.step()
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        llm.step()
+    seconds = time.perf_counter() - started
+    while not llm.is_finished():
+        llm.step()
+    return round(1e3 * seconds / STEPS, 4)
+
+
+def edited(llm: LLM, batch: int = 256) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "filters": {"top_k": 50, "top_p": 0.9},
+        "logprobs": {"logprobs": 5},
+        "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5},
+        "bias": {"logit_bias": dict.fromkeys(range(100), 1.0)},
+        "static mask": {"allowed_token_ids": list(range(1000, 20_000))},
+        "mask that follows": {"bad_words": [[token, token + 1] for token in range(50)]},
+    }
+    plain = SamplingParams(**PLAIN)
+    report("edited", kind="none", batch=batch, step_ms=steady_ms(llm, [plain] * batch))
+    for kind, fields in kinds.items():
+        special = SamplingParams(**PLAIN, **fields)
+        one = steady_ms(llm, [special, *[plain] * (batch - 1)])
+        report(
+            "edited", kind=kind, batch=batch, one_ms=one, all_ms=steady_ms(llm, [special] * batch)
+        )
+
+
+def crowd(llm: LLM) -> None:
+    requests = Workload(num_requests=1024).draw().shifted(3, llm.info.vocab_size)
+    started = time.perf_counter()
+    outputs = llm.generate(requests.prompts, requests.params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(output["token_ids"]) for output in outputs)
+    report(
+        "crowd",
+        requests=len(outputs),
+        tokens_per_s=tokens / seconds,
+        preemptions=llm.stats().num_preemptions,
+    )
 
 
 def prefill(llm: LLM, model: str) -> None:
