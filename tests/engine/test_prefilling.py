@@ -80,6 +80,25 @@ def test_short_prompts_without_end_leave_half_of_each_step(engine: Engine) -> No
     assert steps <= 2 * len(LONG) / BUDGET
 
 
+def test_short_prompts_that_decode_for_long_leave_half_of_each_step_too() -> None:
+    """Each that passes is a decode in the steps after: they must not leave less and less."""
+    budget, length = 16, 160
+    engine = Engine(
+        toy_info(
+            max_num_batched_tokens=budget, max_num_seqs=budget, num_blocks=200, max_model_len=200
+        )
+    )
+    engine.add(toy_request(1, list(range(length)), max_tokens=1))
+    steps = passed = 0
+    while 1 not in engine.finished:
+        key = 2 + 8 * steps
+        engine.add(*(toy_request(key + i, [key + i], max_tokens=100) for i in range(8)))
+        plan = engine.step()
+        steps, passed = steps + 1, passed + len(plan.starts)
+    assert passed == 1 + budget / 2
+    assert steps <= 2 * length / budget
+
+
 def test_a_prompt_that_is_nearly_done_is_not_passed() -> None:
     """It is the shorter one, and others may share what it computes."""
     engine = Engine(toy_info(max_num_batched_tokens=32))

@@ -130,14 +130,17 @@ class Traffic:
         return plan
 
     def check_its_part(self, plan: Plan, top: Sequence, admitted: list[Sequence]) -> None:
-        """A prompt in the making has half of what decodes leave, but for more urgent ones."""
-        for_chunks = self.runner.info.max_num_batched_tokens - len(plan.decode_slots)
+        """A prompt in the making has half of each step, or what decodes leave where nobody passed
+        it, but for more urgent ones."""
+        budget = self.runner.info.max_num_batched_tokens
+        for_chunks = budget - len(plan.decode_slots)
         chunk = next((chunk for chunk in plan.chunks if chunk.slot == top.slot), None)
         urgent = [s for s in admitted if s.request.priority < top.request.priority]
         self.seen["passed by an urgent one"] += bool(urgent)
         if not urgent and for_chunks:
             assert chunk is not None
-            assert chunk.samples or 2 * len(chunk.token_ids) >= for_chunks, "it has too little"
+            least = min(for_chunks, -(-budget // 2))
+            assert chunk.samples or len(chunk.token_ids) >= least, "it has too little"
             self.seen["passed by a short one"] += plan.chunks[0] is not chunk
 
     def sequences(self, status: Status) -> list[Sequence]:

@@ -5,8 +5,9 @@ A stack: the one on top goes on, each of the others waits for those above it, wh
     urgent     [####....]   admitted while the other was in the making
     patient    [######..................]
 
-A short prompt of the same priority passes a long one too, if it can be computed whole in a part of
-the step: at least half of it is the long one's, which so takes twice as many steps at most.
+A short prompt of the same priority passes a long one too, if it can be computed whole in what half
+of a step leaves beside the decodes: the other half is the long one's, however many have passed it
+and decode by now. So it takes twice as many steps at most.
 
 Pure, like the scheduler.
 """
@@ -35,7 +36,7 @@ class Prefilling:
 
     def gives_way_to(self, newcomer: Sequence, spare_tokens: int) -> bool:
         """Whether one that waits goes before the top, if there is a top; `spare_tokens`: of this
-        step, that the top need not have."""
+        step, that the top need not have; may be negative."""
         top = self.top
         if top is None:
             return True

@@ -114,7 +114,8 @@ class Scheduler:
         scored: list[Sequence] = []
         # Never below 0: a sequence begins to decode only with budget to spare.
         budget = self.info.max_num_batched_tokens - len(decoding)
-        reserved = -(-budget // 2)  # of a prompt that is in the making
+        # Whole steps count: what passes a prompt decodes beside it afterwards.
+        reserved = -(-self.info.max_num_batched_tokens // 2)
         while budget > 0 and (next_up := self._next_up(starts, budget - reserved, now)):
             chunk = self._next_chunk(next_up, budget)
             chunks.append(chunk)
