@@ -15,6 +15,7 @@ from tests.tiny_tokenizers import BYTE_VOCAB_SIZE, ENDOFTEXT_ID, byte_ids, make_
 
 from millstream.engine import compiled_grammars
 from millstream.engine.compiled_grammars import CompiledGrammars
+from millstream.engine.grammar_checker import GrammarChecker
 from millstream.engine.grammar_errors import GrammarError, GrammarsFullError
 from millstream.engine.request import GrammarKind, GrammarSpec
 from millstream.engine.token_masks import Grammar, num_words
@@ -95,6 +96,30 @@ def test_few_are_kept_that_nobody_holds(grammars: CompiledGrammars) -> None:
     crowd_out(grammars)
     assert 128 <= len(grammars._outcomes) <= 130  # a worker may have its last one in its hands
     assert allowed(grammars.start(spec("regex", "a{139}b"))) == set(byte_ids("a"))
+
+
+def test_those_that_nobody_waits_for_any_more_are_not_compiled(
+    grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or clients that come and go would keep everybody from having a grammar."""
+    slow, begun, checked = threading.Event(), threading.Semaphore(0), list[str]()
+
+    def check(checker: GrammarChecker, spec: GrammarSpec) -> int:
+        checked.append(spec.text)
+        begun.release()
+        assert slow.wait(30)
+        return 0
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    both = [grammars.prepare(spec("regex", text)) for text in "ab"]
+    assert all(begun.acquire(timeout=30) for _ in both)
+    for i in range(20):
+        grammars.prepare(spec("regex", f"a{{{i + 2}}}"))
+    wanted = [grammars.prepare(spec("regex", text)) for text in ("c", "a{7}")]  # again, that one
+    slow.set()
+    for outcome in (*both, *wanted):
+        outcome.result(30)
+    assert sorted(checked) == ["a", "a{7}", "b", "c"]
 
 
 def test_what_was_not_prepared_does_not_start(grammars: CompiledGrammars) -> None:

@@ -5,7 +5,8 @@
 
 A grammar is there for as long as somebody holds the future that prepare() gave: EngineCore does, of
 every request that follows one, so start() finds it and never compiles. Besides, the last few are
-kept for the next request. All of them together are bounded: what does not fit is refused.
+kept for the next request. All of them together are bounded: what does not fit is refused. One that
+nobody holds any more when a worker comes to it is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary
 
 from llguidance import LLTokenizer
 
@@ -61,10 +62,10 @@ class CompiledGrammars:
         )
         self._vocabulary: Future[LLTokenizer] = Future()
         self._lock = threading.Lock()
-        # Under the lock. All that somebody holds, and the last ones, which this object holds.
+        # Under the lock. All that somebody holds, and the last compiled, which this object holds.
         self._outcomes: WeakValueDictionary[GrammarSpec, Outcome] = WeakValueDictionary()
         self._recent: OrderedDict[GrammarSpec, Outcome] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Outcome] | None]
+        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, ReferenceType[Outcome]] | None]
         self._jobs = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._fill: ParallelFill | None = None
@@ -79,15 +80,13 @@ class CompiledGrammars:
             outcome = self._outcomes.get(spec)
             if outcome is None:
                 outcome = self._outcomes[spec] = Future()
-                self._jobs.put((spec, outcome))
+                self._jobs.put((spec, ReferenceType(outcome)))
                 if not self._workers:
                     self._workers = [
                         _start_thread(self._work, "grammars") for _ in range(_NUM_WORKERS)
                     ]
-            self._recent[spec] = outcome
-            self._recent.move_to_end(spec)
-            if len(self._recent) > _MAX_RECENT:
-                self._recent.popitem(last=False)
+            elif outcome.done() and outcome.exception() is None:
+                self._note_use(spec, outcome)
             return outcome
 
     def start(self, spec: GrammarSpec) -> GrammarState | Unstartable:
@@ -118,16 +117,26 @@ class CompiledGrammars:
         """A worker thread: a grammar at a time, until it is told to stop."""
         checker = self._new_checker()
         while (job := self._jobs.get()) is not None:
-            self._work_on(checker, *job)
-            del job  # or it would be held until the next one comes
+            spec, reference = job
+            if (outcome := reference()) is not None:  # else whoever wanted it is gone
+                self._work_on(checker, spec, outcome)
+            del outcome  # or it would be held until the next one comes
         checker.close()
 
     def _work_on(self, checker: GrammarChecker, spec: GrammarSpec, outcome: Outcome) -> None:
         _settle(outcome, partial(self._compile, checker, spec))
-        if outcome.exception() is not None:  # maybe not the grammar's fault: try it again
-            with self._lock:
+        with self._lock:
+            if outcome.exception() is None:
+                self._note_use(spec, outcome)
+            else:  # maybe not the grammar's fault: try it again
                 self._outcomes.pop(spec, None)
-                self._recent.pop(spec, None)
+
+    def _note_use(self, spec: GrammarSpec, outcome: Outcome) -> None:
+        """Of one that is compiled. Under the lock."""
+        self._recent[spec] = outcome
+        self._recent.move_to_end(spec)
+        if len(self._recent) > _MAX_RECENT:
+            self._recent.popitem(last=False)
 
     def _compile(self, checker: GrammarChecker, spec: GrammarSpec) -> CompiledGrammar:
         kept_bytes = checker.check(spec)
