@@ -30,7 +30,7 @@ from millstream.engine.grammar_errors import GrammarError
 from millstream.engine.plan import Plan, StepResult
 from millstream.engine.request import FinishReason, GrammarKind, GrammarSpec, Sampling
 from millstream.engine.scheduler import Scheduler
-from millstream.rpc.errors import EngineFault, InvalidArgument, NoTokenizer
+from millstream.rpc.errors import EngineFault, InvalidArgument, NoTokenizer, QueueFull
 
 EOS = [ENDOFTEXT_ID, IM_END_ID]
 VOCAB_SIZE = BYTE_VOCAB_SIZE + 12  # padded past the tokenizer
@@ -123,6 +123,23 @@ def test_more_grammars_in_one_call_than_are_kept_for_nobody(
     assert all(re.fullmatch("[xy]z", output["text"]) for output in outputs)
     assert threads == {"grammars"}
     assert not llm._core._prepared and not llm._core._followed
+
+
+def test_grammars_for_which_there_is_no_room_together(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As through the service: they are not bad, and fit one after another."""
+    params = [SamplingParams(regex=f"[xy]z{{{i}}}", max_tokens=1) for i in range(1500, 1520)]
+    spec = GrammarSpec(kind=GrammarKind.REGEX, text=str(params[0].regex))
+    size = llm._core.prepare_grammar(spec).result().kept_bytes
+    llm._core.forget_grammar(spec)
+    monkeypatch.setattr(compiled_grammars, "_MAX_BYTES", 4 * size)
+    with pytest.raises(QueueFull, match="together already") as refused:
+        llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+    assert refused.value.field == "sampling.regex"
+    assert not llm._core._followed
+    for each in params:
+        llm.generate([PROMPT], each, use_tqdm=False)
 
 
 def test_n_samples_follow_one_grammar(llm: LLM) -> None:

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from millstream.engine.core import EngineCore
 from millstream.engine.generation_config import sampling_defaults
-from millstream.engine.grammar_errors import GrammarError, VocabularyError
+from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
 from millstream.engine.grammar_validation import refusal_of
 from millstream.engine.interrupts import uninterrupted
 from millstream.engine.llm_arguments import Prompt, engine_config, params_list, prompt_list
@@ -192,8 +192,12 @@ class LLM:
         try:
             self._core.prepare_grammar(spec).result()
         except GrammarError as error:
-            has_vocabulary = not isinstance(error, VocabularyError)
-            raise refusal_of(spec, str(error), has_vocabulary=has_vocabulary) from None
+            raise refusal_of(
+                spec,
+                str(error),
+                has_vocabulary=not isinstance(error, VocabularyError),
+                has_room=not isinstance(error, GrammarsFullError),
+            ) from None
 
     def _submit(self, requests: list[Request]) -> None:
         with uninterrupted():
