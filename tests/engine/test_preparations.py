@@ -37,8 +37,7 @@ class FakeCore:
             raise InvalidArgument("sampling.regex: no")
 
     def forget(self, spec: GrammarSpec) -> None:
-        assert spec in self.kept
-        self.kept.remove(spec)
+        self.kept.discard(spec)  # of a request that was gone at once it has not heard
 
 
 class FakeStream:
@@ -54,10 +53,12 @@ async def test_no_grammar_is_forgotten_while_a_request_may_come_with_it(seed: in
     rng = random.Random(seed)
     core, stream = FakeCore(rng), FakeStream()
     ended: list[HeldSubmission] = []
+    lost: list[HeldSubmission] = []  # for an assertion in a task is heard by nobody
 
     def on_ready(held: HeldSubmission) -> None:
-        assert held.grammar in core.kept
         ended.append(held)
+        if held.grammar not in core.kept:
+            lost.append(held)
 
     preparations = Preparations(
         core.prepare,
@@ -90,6 +91,7 @@ async def test_no_grammar_is_forgotten_while_a_request_may_come_with_it(seed: in
             await asyncio.sleep(0)
     await asyncio.gather(*(hold.task for hold in stream.holds), return_exceptions=True)
     await asyncio.sleep(0.01)
+    assert not lost
     assert at_once > 100 and num_held > 500 and len(ended) > 300
     assert preparations.num_held == 0
     assert len(core.kept) == MAX_READY, "the last ones are kept, and nothing else"
