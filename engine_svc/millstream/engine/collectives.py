@@ -63,6 +63,8 @@ def prefixed(store: Any, name: str) -> Any:
 class GlooGroup:
     """A Group of CPU processes, or threads, of one machine."""
 
+    device_bytes = 0
+
     def __init__(self, rank: int, size: int, meet: Callable[[], Any]) -> None:
         self.rank = rank
         self.size = size

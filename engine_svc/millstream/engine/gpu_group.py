@@ -35,6 +35,7 @@ class GpuGroup:
         self.rank = rank
         self.size = size
         self._meet = meet
+        self.device_bytes = 0
         self._one_shot_bytes = _ONE_SHOT_BYTES // size
 
     def join(self, hidden_size: int) -> None:
@@ -44,6 +45,7 @@ class GpuGroup:
         store = self._meet()
         self._host = gloo(store, self.rank, self.size)
         device = torch.device("cuda", torch.cuda.current_device())
+        before_bytes = _bytes_beside_torch(device)
         dist.init_process_group(
             "nccl",
             store=prefixed(store, "nccl"),
@@ -64,6 +66,7 @@ class GpuGroup:
                 )
         self.all_gather(torch.zeros(_TWO_SHOT_BYTES // 4, device=device))
         torch.cuda.synchronize(device)
+        self.device_bytes = max(_bytes_beside_torch(device) - before_bytes, 0)
 
     def _allocate(self, hidden_size: int, device: torch.device, group: dist.ProcessGroup) -> None:
         # Two pieces: a sum may still lie in the one while little is gathered through the other.
@@ -128,6 +131,12 @@ class GpuGroup:
         if x.dtype not in _SYMMETRIC_DTYPES or x.nbytes > _TWO_SHOT_BYTES:
             return False
         return x.nbytes <= self._one_shot_bytes or x.nbytes % (_ALIGNMENT * self.size) == 0
+
+
+def _bytes_beside_torch(device: torch.device) -> int:
+    """Of the GPU's memory, what is taken and not by torch's allocator in this process."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
 def _symmetric_memory(

@@ -208,12 +208,14 @@ def cpu_kv_bytes() -> int:
     return min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * _memory_bytes("MemAvailable")))
 
 
-def gpu_kv_bytes(device: torch.device, *, utilization: float, reserved_bytes: int) -> int:
-    """What `utilization` of the GPU leaves beside this process's tensors and `reserved_bytes`, for
-    what comes later; but no more than other processes leave."""
+def gpu_kv_bytes(
+    device: torch.device, *, utilization: float, group_bytes: int, reserved_bytes: int
+) -> int:
+    """What `utilization` of the GPU leaves beside this process's tensors, what its group of ranks
+    took, and `reserved_bytes`, for what comes later; but no more than other processes leave."""
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    own_bytes = torch.cuda.memory_reserved(device) + _CUDA_BYTES
+    own_bytes = torch.cuda.memory_reserved(device) + _CUDA_BYTES + group_bytes
     return min(int(total_bytes * utilization) - own_bytes, free_bytes) - reserved_bytes
 
 

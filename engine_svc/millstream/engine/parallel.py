@@ -33,6 +33,10 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def device_bytes(self) -> int:
+        """Memory of this rank's GPU that the group took, which torch's allocator does not know."""
+
     def join(self, hidden_size: int) -> None:
         """Meets the other ranks; before this nothing else may be called. hidden_size: of the rows
         that mailboxes are for."""

@@ -208,6 +208,7 @@ def cache_blocks(
         kv_bytes = gpu_kv_bytes(
             resolved.device,
             utilization=config.gpu_memory_utilization,
+            group_bytes=0 if group is None else group.device_bytes,
             reserved_bytes=reserved_bytes,
         )
     else:
