@@ -6,9 +6,11 @@ import queue
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from tests.fake_runners import FakeRunner
 
+from millstream.engine import chunk_graphs
 from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_sizes
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
@@ -52,23 +54,28 @@ def test_the_rest_is_recorded_one_by_one() -> None:
     assert seen == [20, 1, 2, 4, 8, 16]
 
 
-def test_chunks_without_decodes_are_recorded_one_by_one() -> None:
+def test_chunks_with_the_fewest_decodes_are_recorded_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[tuple[int, int]] = []
 
     def compute(layout: BatchLayout) -> torch.Tensor:
-        assert not layout.host.has_filters and set(layout.slots.tolist()) == {9}, "of no sequence"
+        assert not layout.host.has_filters and set(layout.slots.tolist()) == {20}, "of no sequence"
         num_tokens = len(layout.chunk_token_ids)
         seen.append((num_tokens, len(layout.rows) - num_tokens))
         return layout.slots
 
+    monkeypatch.setattr(chunk_graphs, "_MOST_AHEAD", 15)
     graphs = ChunkGraphs(
-        compute, FakeGraph, max_tokens=200, max_decodes=9, padding_slot=9, device=CPU
+        compute, FakeGraph, max_tokens=200, max_decodes=20, padding_slot=20, device=CPU
     )
     graphs.record_largest()
     while graphs.record_next():
         pass
-    assert seen == [(200, 9), *((tokens, 0) for tokens in token_sizes(200))]
-    assert decode_sizes(9) == [0, 9]
+    sizes = token_sizes(200)
+    assert len(sizes) == 8 and decode_sizes(20) == [0, 16, 20]
+    assert seen[:9] == [(200, 20), *((tokens, 0) for tokens in sizes)]
+    assert seen[9:] == [(tokens, 16) for tokens in sizes[:6]]  # no more before they are needed
 
 
 def test_a_step_with_filters_has_a_graph_of_its_own() -> None:

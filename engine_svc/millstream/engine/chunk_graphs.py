@@ -7,8 +7,8 @@ it, filled up with tokens and decodes of the padding slot:
     tokens   [chunk 0 | chunk 1 | padding   ][decode 0 | decode 1 | padding]
               0 .................. bucket.tokens ............. + bucket.decodes
 
-A bucket is recorded when it is first needed; those without decodes when the engine is idle, so that
-even a first prompt finds its graph.
+A bucket is recorded when it is first needed, or when the engine is idle: those without decodes, so
+that even a first prompt finds its graph, then those with few.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MAX_CHUNKS = 32  # a step of as many or more runs without a graph
 _FEWEST_TOKENS = 64  # more than chunks: rows that sample are then never all rows
 _BUCKETS_AN_OCTAVE = 4
 MOST_GRAPHS = 96
+_MOST_AHEAD = 64  # recorded before they are needed
 # Products that take about as long as their launch, at 600 TFLOP/s: 17 ms.
 _LAUNCH_FLOP = 1e13
 
@@ -115,13 +116,18 @@ class ChunkGraphs:
         self._graph((largest, Kind.PLAIN))
 
     def record_next(self) -> bool:
-        """Records the smallest bucket without decodes that is not yet; False if none is left."""
-        for tokens in self._token_sizes:
-            key = (self._bucket(tokens, 0), Kind.PLAIN)
-            if key not in self._graphs and len(self._graphs) < MOST_GRAPHS:
-                self._graph(key)
-                return True
-        return False
+        """Records the next bucket, those with the fewest decodes first; False if none is left that
+        is worth it before it is needed."""
+        buckets = (
+            self._bucket(tokens, decodes)
+            for decodes in self._decode_sizes
+            for tokens in self._token_sizes
+        )
+        key = next(((b, Kind.PLAIN) for b in buckets if (b, Kind.PLAIN) not in self._graphs), None)
+        if key is None or len(self._graphs) >= _MOST_AHEAD:
+            return False
+        self._graph(key)
+        return True
 
     def __call__(self, layout: BatchLayout) -> torch.Tensor:
         """Runs a step that `choose` found a bucket for; its sampled ids [R]."""
