@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from weakref import WeakSet
 
 from millstream.engine.config import EngineConfig
 from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
@@ -119,11 +120,13 @@ def scripted(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
 
 class GrammarRunner(FakeRunner):
     """Prepares grammars, and then follows none. Their texts say what comes of it: `fail TEXT`,
-    `full TEXT`, `vocabulary TEXT`, or `wait SECONDS` before it is well."""
+    `full TEXT`, `vocabulary TEXT`, or `wait SECONDS` before it is well; of `how many are kept` the
+    refusal tells that of the others."""
 
     def __init__(self, config: EngineConfig, before_result: Callable[[Plan], None]) -> None:
         super().__init__(config, before_result)
         self.info = dataclasses.replace(self.info, structured_output=True)
+        self._kept = WeakSet[Future[object]]()
 
     def prepare_grammar(self, spec: GrammarSpec) -> Future[object]:
         what, _, value = spec.text.partition(" ")
@@ -136,8 +139,11 @@ class GrammarRunner(FakeRunner):
             outcome.set_exception(VocabularyError(value))
         elif what == "wait":
             threading.Timer(float(value), outcome.set_result, [None]).start()
+        elif what == "how":
+            outcome.set_exception(GrammarError(f"{len(self._kept)} are kept"))
         else:
             outcome.set_result(None)
+        self._kept.add(outcome)
         return outcome
 
 

@@ -47,10 +47,12 @@ def allowed(grammar: Grammar) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
-def crowd_out(grammars: CompiledGrammars) -> None:
-    """Prepares more other grammars than are kept for nobody."""
+def crowd_out(grammars: CompiledGrammars, *in_use: GrammarSpec) -> None:
+    """Prepares more other grammars than are kept for nobody, and these again and again."""
     for i in range(1, 140):
         grammars.prepare(spec("regex", f"a{{{i}}}b")).result(30)
+        for each in in_use:
+            grammars.prepare(each)
 
 
 def test_equal_grammars_are_compiled_once(grammars: CompiledGrammars) -> None:
@@ -92,8 +94,11 @@ def test_one_that_is_held_is_never_compiled_again(
 
 
 def test_few_are_kept_that_nobody_holds(grammars: CompiledGrammars) -> None:
-    grammars.prepare(spec("regex", "a+")).result(30)
-    crowd_out(grammars)
+    popular = spec("regex", "x")
+    for each in (spec("regex", "a+"), popular):
+        grammars.prepare(each).result(30)
+    crowd_out(grammars, popular)
+    assert allowed(grammars.start(popular)) == set(byte_ids("x"))
     assert 128 <= len(grammars._outcomes) <= 130  # a worker may have its last one in its hands
     assert allowed(grammars.start(spec("regex", "a{139}b"))) == set(byte_ids("a"))
 

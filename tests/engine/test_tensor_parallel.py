@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
     "llama": {"family": "llama", "attention_bias": True, "mlp_bias": True},
-    "odd vocabulary": {"family": "qwen3", "vocab_size": 251},
+    "odd vocabulary": {"family": "qwen3", "vocab_size": 1003},  # sampled in blocks of 32
     "odd and tied": {"family": "llama", "vocab_size": 233, "tie_word_embeddings": True},
     "dynamic": {
         "family": "llama",
@@ -174,7 +174,7 @@ def test_edited_and_scored_rows_equal_one_rank(folders: dict[str, Path]) -> None
         {"presence_penalty": 1.0, "repetition_penalty": 1.2},
         {"temperature": 0.7},
         {"logit_bias": {250: 3.0, 3: 3.0}, "logprobs": 3, "prompt_logprobs": 3},
-        {"bad_words": [[i, 9] for i in range(251)], "allowed_token_ids": range(5, 251, 7)},
+        {"bad_words": [[i, 9] for i in range(1003)], "allowed_token_ids": range(5, 1003, 7)},
     ]
     params = [
         SamplingParams(seed=i, max_tokens=16, ignore_eos=True, **kinds[i % len(kinds)])

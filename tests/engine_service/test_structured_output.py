@@ -133,6 +133,29 @@ async def test_what_was_prepared_lately_is_accepted_at_once(stream: Stream) -> N
     assert time.monotonic() - begun < 2
 
 
+async def test_the_core_is_told_what_to_forget() -> None:
+    """Of grammars that requests came with, that were refused, that nobody waits for any more."""
+    with engine(runner="tests.fake_runners:grammars") as server:
+        async with connect(server.target) as stub:
+            stream = Stream(stub)
+            for number in range(100):
+                bad = submission(1000 + number, regex=f"fail {number}")
+                await stream.submit(submission(number, max_tokens=1, regex=f"a{number}"), bad)
+            await stream.until_ended(*range(100), *range(1000, 1100))
+            gone = Stream(stub)
+            await gone.submit(*(submission(i, regex=f"wait 0.{i}") for i in range(1, 5)))
+            gone.call.cancel()
+
+            async def few_are_kept() -> bool:
+                stream.forget(5000)
+                await stream.submit(submission(5000, regex="how many are kept"))
+                await stream.until_ended(5000)
+                return stream.refusal(5000).message == "sampling.regex: 64 are kept"
+
+            assert await eventually(few_are_kept, 10), stream.refusal(5000).message
+            stream.call.cancel()
+
+
 async def test_a_held_handle_is_in_use(stream: Stream) -> None:
     await stream.submit(submission(1, max_tokens=1, n=3, regex="wait 0.3"))
     await stream.submit(submission(3), submission(4, max_tokens=1))
