@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.compiling_threads import watch_compiling
 from tests.tiny_tokenizers import BYTE_VOCAB_SIZE, ENDOFTEXT_ID, byte_ids, make_byte_tokenizer
 
 from millstream.engine import compiled_grammars
@@ -77,14 +77,7 @@ def test_one_that_is_held_is_never_compiled_again(
     grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever came since; on the engine's thread least of all, where everybody would wait."""
-    threads = set[str]()
-    compile_grammar = compiled_grammars.compile_grammar
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return compile_grammar(*args, **kwargs)
-
-    monkeypatch.setattr(compiled_grammars, "compile_grammar", watched)
+    threads = watch_compiling(monkeypatch)
     held = grammars.prepare(spec("regex", "a+"))
     held.result(30)
     crowd_out(grammars)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from tests.compiling_threads import watch_compiling
 from tests.structured_schemas import ORDER, ORDER_MAX_TOKENS
 from tests.tiny_models import make_tiny_model
 from tests.tiny_tokenizers import (
@@ -110,14 +110,7 @@ def test_more_grammars_in_one_call_than_are_kept_for_nobody(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's thread compiles none of them, however long it is since they were prepared."""
-    threads = set[str]()
-    compile_grammar = compiled_grammars.compile_grammar
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return compile_grammar(*args, **kwargs)
-
-    monkeypatch.setattr(compiled_grammars, "compile_grammar", watched)
+    threads = watch_compiling(monkeypatch)
     params = [SamplingParams(regex=f"[xy]z{{{i}}}", max_tokens=2) for i in range(1, 151)]
     outputs = llm.generate([PROMPT] * 150, params, use_tqdm=False)
     assert all(re.fullmatch("[xy]z", output["text"]) for output in outputs)

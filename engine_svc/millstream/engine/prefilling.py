@@ -5,9 +5,9 @@ A stack: the one on top goes on, each of the others waits for those above it, wh
     urgent     [####....]   admitted while the other was in the making
     patient    [######..................]
 
-A short prompt of the same priority passes a long one too, if it can be computed whole in what half
-of a step leaves beside the decodes: the other half is the long one's, however many have passed it
-and decode by now. So it takes twice as many steps at most.
+A short prompt of the same priority passes a long one too, when it is its turn (waiting.py) and it
+can be computed whole in what half of a step leaves beside the decodes: the other half is the long
+one's, however many have passed it and decode by now. So it takes twice as many steps at most.
 
 Pure, like the scheduler.
 """

@@ -3,9 +3,9 @@
 The logits are read once, without any noise, for the mass of each block of the vocabulary. A second
 kernel then chooses a block of a row by log mass - log(E), and a token of that block by x /
 temperature - log(E), E = Exp(1) noise of that entry alone: Philox4x32-10 keyed by (seed, position)
-and the block's or token's id, the very words of the engine's sampling.py (oracle). A greedy row
-takes the same two steps by its largest logits. A block's sum has the same order in any batch, so a
-row's token does not depend on the other rows.
+and the block's or token's id, the very words of the engine's noise.py. Oracle: the engine's
+sampling.py. A greedy row takes the same two steps by its largest logits. A block's sum has the same
+order in any batch, so a row's token does not depend on the other rows.
 """
 
 from __future__ import annotations

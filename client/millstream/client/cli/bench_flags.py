@@ -52,7 +52,7 @@ def add_target_flags(parser: argparse.ArgumentParser, *, streams: bool, in_proce
         "--engine",
         metavar="TARGET",
         help="one that runs, instead of a new one; of several with commas between, each request "
-        "goes to the one with least to do",
+        "goes to the one with least to do; with a stream for each, they take turns",
     )
     group.add_argument("--tokenizer", metavar="TARGET", help="that of --engine, for --text")
     group.add_argument(
