@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -91,6 +93,10 @@ def run(runner: WatchedRunner, then: Callable[[], object] = lambda: None) -> int
     return tokens
 
 
+def named_threads() -> int:
+    return [thread.name for thread in threading.enumerate()].count("rank 0")
+
+
 def test_nothing_changes_while_all_ranks_are_there() -> None:
     inner, runner = make("nowhere")
     assert run(runner) == 20
@@ -147,6 +153,21 @@ def test_a_close_that_hangs_ends_the_ranks() -> None:
     inner.lose()
     runner.close()
     assert inner.ranks_ended
+
+
+def test_one_that_is_dropped_leaves_nothing() -> None:
+    """No thread, no ranks; what rank 0 has on its device goes with it."""
+    inner, runner = make("nowhere")
+    assert run(runner) == 20
+    ended: list[bool] = []
+    inner.end_ranks = lambda: ended.append(True)  # type: ignore[method-assign]
+    left, threads = weakref.ref(inner), named_threads()
+    del inner, runner
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (left() is not None or named_threads() == threads) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert left() is None and named_threads() == threads - 1 and ended == [True]
 
 
 def test_other_errors_come_through() -> None:

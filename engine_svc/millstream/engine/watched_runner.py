@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class _Lost:
 
 
 _Answers = queue.SimpleQueue[_Done | _Lost]
+_Calls = queue.SimpleQueue[tuple[Callable[[], Any], bool] | None]  # and whether one waits for it
 
 
 class RunnerOverRanks(Runner, Protocol):
@@ -60,17 +62,23 @@ def watched(create: Callable[[OnLost], RunnerOverRanks]) -> WatchedRunner:
 
 
 class WatchedRunner:
-    """A plan.Runner; soon after a rank is lost, collect() raises RankLost."""
+    """A plan.Runner; soon after a rank is lost, collect() raises RankLost. One that is dropped ends
+    as one that is closed."""
 
     def __init__(self, runner: RunnerOverRanks, answers: _Answers) -> None:
         self.info = runner.info
         self._runner = runner
         self._answers = answers  # a _Done for each call that is waited for
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], bool] | None] = queue.SimpleQueue()
+        self._calls: _Calls = queue.SimpleQueue()
         self._lost: str | None = None
         self._hangs = False  # the thread is in a call that never returns
         self._failed_launch: BaseException | None = None  # the thread's
-        threading.Thread(target=self._work, name="rank 0", daemon=True).start()
+        # The thread knows of this object only while it has a call.
+        work = threading.Thread(
+            target=_work, args=(self._calls, answers), name="rank 0", daemon=True
+        )
+        work.start()
+        weakref.finalize(self, _end, self._calls, runner.end_ranks).atexit = False
 
     def launch(self, plan: Plan) -> None:
         """Waits for nothing: what goes wrong, collect() raises."""
@@ -112,16 +120,6 @@ class WatchedRunner:
 
     # ---- on the thread
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, is_awaited = call
-            try:
-                done = _Done(function())
-            except BaseException as error:
-                done = _Done(error=error)
-            if is_awaited:
-                self._answers.put(done)
-
     def _launch_here(self, plan: Plan) -> None:
         if self._failed_launch is None:
             try:
@@ -133,3 +131,25 @@ class WatchedRunner:
         if self._failed_launch is not None:
             raise self._failed_launch
         return self._runner.collect()
+
+
+def _work(calls: _Calls, answers: _Answers) -> None:
+    """The thread."""
+    while (call := calls.get()) is not None:
+        done = _done(call[0])
+        if call[1]:
+            answers.put(done)
+        del call, done  # or they would be held until the next call comes
+
+
+def _done(function: Callable[[], Any]) -> _Done:
+    try:
+        return _Done(function())
+    except BaseException as error:
+        return _Done(error=error)
+
+
+def _end(calls: _Calls, end_ranks: Callable[[], None]) -> None:
+    """Only asks for it: this may run in any thread, in the midst of anything."""
+    calls.put((end_ranks, False))
+    calls.put(None)
