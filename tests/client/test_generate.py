@@ -17,6 +17,7 @@ from millstream.rpc.errors import (
     MessageTooLarge,
     QueueFull,
 )
+from millstream.rpc.health import Health as ServerHealth
 from millstream.v1 import engine_pb2
 
 CANCELLED = engine_pb2.FINISH_REASON_CANCELLED
@@ -295,6 +296,21 @@ async def test_nobody_there_names_the_target() -> None:
         health = await client.health()
         assert health.engine is health.tokenizer is Health.UNREACHABLE
         assert not health.ok
+
+
+async def test_another_service_at_the_target_is_named() -> None:
+    """As where the second of two replicas has the tokenizer's usual port."""
+    services = FakeServices()
+    services.health = ServerHealth(["millstream.v1.Engine"])
+    services.health.set_serving(True)
+    await services.start()
+    async with AsyncClient(services.target, services.target, timeout_s=0.2) as client:
+        with pytest.raises(EngineUnavailable, match=r"tokenizer .* another service listens"):
+            await client.generate("x")
+        health = await client.health()
+        assert (health.engine, health.tokenizer) == (Health.SERVING, Health.ABSENT)
+        assert not health.ok
+    await services.stop()
 
 
 async def test_waits_until_the_services_serve(services: FakeServices) -> None:

@@ -69,6 +69,8 @@ class Connection:
                         return
                     if health is Health.NOT_SERVING:
                         seen = "is not serving"
+                    elif health is Health.ABSENT:
+                        seen = "is not there: another service listens"
         except TimeoutError:
             raise EngineUnavailable(
                 f"the {self.kind} at {self.target} {seen} (waited {self._timeout_s:g} s)"
@@ -84,7 +86,9 @@ class Connection:
         except Cancelled:
             return Health.UNREACHABLE
         except grpc.aio.AioRpcError as error:
-            found = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return Health.ABSENT
+            found = error.code() is grpc.StatusCode.UNIMPLEMENTED
             return Health.NOT_SERVING if found else Health.UNREACHABLE
         return _health(response)
 
@@ -129,5 +133,7 @@ class Connection:
 
 
 def _health(response: Any) -> Health:
-    serving = response.status == health_pb2.HealthCheckResponse.SERVING
-    return Health.SERVING if serving else Health.NOT_SERVING
+    status = health_pb2.HealthCheckResponse
+    if response.status == status.SERVICE_UNKNOWN:
+        return Health.ABSENT
+    return Health.SERVING if response.status == status.SERVING else Health.NOT_SERVING

@@ -88,7 +88,7 @@ class Engines:
     async def check(self) -> Health | None:
         """Of the healthiest; None without engines."""
         healths = await asyncio.gather(*(each.check() for each in self.connections))
-        order = (Health.SERVING, Health.NOT_SERVING, Health.UNREACHABLE)
+        order = (Health.SERVING, Health.NOT_SERVING, Health.ABSENT, Health.UNREACHABLE)
         return min(healths, key=order.index, default=None)
 
     async def close(self) -> None:

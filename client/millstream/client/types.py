@@ -113,6 +113,7 @@ class Health(enum.StrEnum):
 
     SERVING = "serving"
     NOT_SERVING = "not serving"
+    ABSENT = "no such service there"  # another one listens: an engine at the tokenizer's port, say
     UNREACHABLE = "unreachable"
 
 
