@@ -102,6 +102,33 @@ async def test_what_waits_for_room_counts() -> None:
         assert [engine.outstanding_tokens for engine in engines] == [0, 0]
 
 
+@pytest.mark.parametrize("waits_for", ["places", "room"])
+async def test_what_waits_for_an_engine_that_goes_away_moves(waits_for: str) -> None:
+    """It was never sent there; only what the engine had accepted is lost."""
+    async with several(2) as services, client_of(services) as client:
+        first, second = services
+        for each in services:
+            each.engine.step_s = 0.01
+            if waits_for == "places":
+                limits = each.engine.info.limits
+                limits.max_num_seqs, limits.max_queued_requests = 4, 0
+            else:
+                each.engine.room, each.engine.retry_after_s = 0, 0.5
+        params = SamplingParams(max_tokens=10, ignore_eos=True)
+        batch = asyncio.create_task(
+            client.generate([PROMPT] * 40, params, detokenize=False, return_exceptions=True)
+        )
+        if waits_for == "places":
+            await until(lambda: first.engine.live == second.engine.live == 4)
+        else:
+            await until(lambda: first.engine.refused + second.engine.refused == 80)
+        await first.stop()
+        second.engine.room = 1000
+        errors = [each for each in await batch if isinstance(each, BaseException)]
+        assert len(errors) == (4 if waits_for == "places" else 0), errors[:1]
+        assert all(isinstance(error, EngineUnavailable) for error in errors)
+
+
 async def test_what_was_not_accepted_moves_and_what_streams_ends() -> None:
     """One engine is stopped while it has requests of both kinds."""
     async with several(2) as services, client_of(services) as client:

@@ -124,6 +124,9 @@ class Executor:
             tried.append(engine)
             may_move = len(tried) < len(self._services.engines)
             samples = await self._run_on(engine, text, job, deadline, may_move=may_move)
+            if samples is None:
+                tried.clear()  # the engines that are there are others now
+                continue
             moves = samples.never_taken or samples.found_queue_full is not None
             if not (may_move and moves):
                 output = samples.output()
@@ -137,13 +140,16 @@ class Executor:
         deadline: float | None,
         *,
         may_move: bool,
-    ) -> Samples:
+    ) -> Samples | None:
         """Submits a job, again while the queue is full unless it may move to another engine;
-        returns what has ended."""
+        returns what has ended. None: of several engines, this one went away while the job waited
+        to be submitted."""
         with engine.expecting(job.most_tokens):
             places = await _until(deadline, engine.places.take(job.num_samples))
         try:
             for attempt in itertools.count():
+                if engine.broken and len(self._services.engines) > 1:
+                    return None
                 samples = submit(engine, text, job, deadline, follow=bool(job.stop))
                 try:
                     await samples.wait_done()
