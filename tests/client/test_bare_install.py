@@ -57,9 +57,12 @@ def test_a_bare_install_is_the_client_alone(tmp_path: Path) -> None:
     millstream = str(tmp_path / "bin" / "millstream")
     for command in ("generate", "chat", "health", "serve", "demo", "bench"):
         subprocess.run([millstream, command, "--help"], check=True, capture_output=True)
-    for command in (["fetch"], ["demo"]):
+    # A folder is there without a download: nothing else stops `serve` before it starts services.
+    with_model = ["serve", "--model", str(tmp_path)]
+    for command in (["fetch"], ["demo"], ["serve"], with_model, ["-engine"], ["-tokenizer"]):
+        program = millstream + command.pop(0) if command[0].startswith("-") else millstream
         shown = subprocess.run(
-            [millstream, *command],
+            [program, *command],
             capture_output=True,
             text=True,
             env={"MILLSTREAM_CACHE": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"},

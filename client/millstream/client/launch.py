@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
+import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -14,10 +16,13 @@ from millstream.client.client import Client
 from millstream.client.engine_stream import Observer
 from millstream.client.processes import LaunchError, ServiceProcesses
 from millstream.rpc.logs import LEVELS
+from millstream.rpc.start import needs
 from millstream.rpc.values import check_bool, check_float, refusal
 
 _SERVER_FLAGS = {"drain_timeout_s": 5.0, "max_message_bytes": 0}  # both services have these
 _TOKENIZER_FLAGS = (*_SERVER_FLAGS, "served_model_name")
+# Of each extra, enough to know whether it is installed.
+_LIBRARIES = {"engine": ("msgspec", "torch"), "tokenizer": ("tokenizers", "jinja2")}
 
 
 @contextlib.contextmanager
@@ -86,10 +91,15 @@ def import_service(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise LaunchError(
-            f"this needs {error.name}, which the bare client does without: "
-            "pip install 'millstream[engine,tokenizer]'"
-        ) from None
+        raise LaunchError(needs(error.name)) from None
+
+
+def check_installed(*services: str) -> None:
+    """Raises LaunchError if libraries of "engine" or "tokenizer" are missing, which their process
+    would tell with a traceback."""
+    for name in itertools.chain.from_iterable(_LIBRARIES[service] for service in services):
+        if importlib.util.find_spec(name) is None:
+            raise LaunchError(needs(name))
 
 
 def engine_arguments(flags: Mapping[str, Any]) -> list[str]:
@@ -133,6 +143,7 @@ def _start(
         raise refusal("log_level", f"one of {', '.join(LEVELS)}, or None", log_level)
     if timeout_s is not None and not check_float("timeout_s", timeout_s) > 0:
         raise refusal("timeout_s", "seconds above 0", timeout_s)
+    check_installed("engine", *(["tokenizer"] if tokenizer else []))
     arguments = engine_arguments({"model": model, **engine_flags})
     prefetch(model, engine_flags)
     common = ["--host", "127.0.0.1", "--port", "0", "--log-level", log_level or "warning"]

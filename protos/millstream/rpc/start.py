@@ -17,25 +17,36 @@ _INTERRUPTED = 130
 
 def client() -> None:
     """`millstream`."""
-    _run("millstream.client.__main__")
+    _run("millstream.client.__main__", "millstream")
 
 
 def engine() -> None:
     """`millstream-engine`."""
-    _run("millstream.engine.__main__")
+    _run("millstream.engine.__main__", "millstream-engine")
 
 
 def tokenizer() -> None:
     """`millstream-tokenizer`."""
-    _run("millstream.tokenizer.__main__")
+    _run("millstream.tokenizer.__main__", "millstream-tokenizer")
 
 
-def _run(module: str) -> None:
+def needs(library: str | None) -> str:
+    """What to say where a service's library is missing."""
+    extras = "pip install 'millstream[engine,tokenizer]'"
+    return f"this needs {library}, which the bare client does without: {extras}"
+
+
+def _run(module: str, prog: str) -> None:
     handler = signal.getsignal(signal.SIGINT)
     asked_for = handler is signal.default_int_handler  # else it is ignored: nohup, a shell's `&`
     if asked_for:
         signal.signal(signal.SIGINT, _exit)
-    main: Any = importlib.import_module(module).main
+    try:
+        main: Any = importlib.import_module(module).main
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("millstream"):
+            raise
+        sys.exit(f"{prog}: error: {needs(error.name)}")
     try:
         if asked_for:
             signal.signal(signal.SIGINT, handler)

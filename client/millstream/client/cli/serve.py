@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from types import FrameType
 
 from millstream.client.cli import flags
-from millstream.client.launch import engine_arguments, prefetch, tokenizer_arguments
+from millstream.client.launch import (
+    check_installed,
+    engine_arguments,
+    prefetch,
+    tokenizer_arguments,
+)
 from millstream.client.processes import ServiceProcesses
 from millstream.client.replicas import gpus_of, plan_replicas
 from millstream.rpc.logs import LEVELS, configure_logging
@@ -57,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(args.log_level, process="serve")
     signal.signal(signal.SIGTERM, _exit)
     options = flags.engine_options(args)
+    check_installed("engine", "tokenizer")
     model = options.get("model")
     prefetch(model, options)
     common = ["--host", args.host, "--log-level", args.log_level]
