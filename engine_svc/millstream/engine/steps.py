@@ -139,15 +139,15 @@ class Steps:
         self,
         graphs: DecodeGraphs,
         layout: BatchLayout,
-        sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """A step of decodes whose graph ends with the logits: token ids [R], by `sample` of the
+        """A step of decodes whose graph ends with the logits: token ids [R], by `choose` of the
         positions [R] and the whole rows."""
         slots, ops = self.slots, self._ops.on_slots
         assert ops is not None, "resolve chose graphs for ops that can"
         logits = graphs(layout, Kind.LOGITS)
         after = slots.state.computed[layout.slots] + 1
-        token_ids = self._of_whole_rows(logits, functools.partial(sample, after))
+        token_ids = self._of_whole_rows(logits, functools.partial(choose, after))
         ops.advance(layout.slots, token_ids, slots.state)
         return token_ids
 
@@ -167,9 +167,9 @@ class Steps:
         return Sampled(token_ids, edits.scores(functools.partial(self._whole_logits, hidden)))
 
     def _of_whole_rows(
-        self, logits: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
+        self, logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        return sample(logits) if self._shards is None else self._shards.sample_whole(logits, sample)
+        return choose(logits) if self._shards is None else self._shards.sample_whole(logits, choose)
 
     def _edit_and_sample(
         self,
