@@ -67,6 +67,20 @@ def test_a_short_prompt_passes_in_half_of_a_step(engine: Engine, length: int, pa
     check_outputs(engine, (2, short))
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_what_the_prefix_cache_has_of_a_prompt_does_not_count(prefix_caching: bool) -> None:
+    """As of a conversation that goes on."""
+    engine = Engine(toy_info(max_num_batched_tokens=BUDGET, num_blocks=64), prefix_caching)
+    earlier, asked = list(range(100, 120)), [7, 8]
+    (answer,) = engine.run(toy_request(0, earlier, max_tokens=5))  # the last is not computed
+    engine.add(toy_request(1, LONG, max_tokens=4))
+    engine.step()
+    conversation = [*earlier, *answer, *asked]
+    engine.add(toy_request(2, conversation, max_tokens=4))
+    assert sizes(engine.step()) == ([1 + len(asked), 5] if prefix_caching else [BUDGET])
+    check_outputs(engine, (2, conversation))
+
+
 def test_short_prompts_without_end_leave_half_of_each_step(engine: Engine) -> None:
     steps, done, key = 1, False, 2
     while not done:

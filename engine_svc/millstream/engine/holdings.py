@@ -46,11 +46,7 @@ class Holdings:
         """Gives it a slot, which must be free, and blocks for all its known tokens, if there are:
         what the prefix cache has of them, computed, and new ones."""
         known, size = len(sequence.token_ids), self._block_size
-        cached: list[int] = []
-        # The last token is computed at least: its logits are wanted. So are those of the whole
-        # prompt if its log probabilities are.
-        if self.pool.prefix_caching and not sequence.wants_targets:
-            cached = self.pool.match(sequence.block_names(0, (known - 1) // size, size))
+        cached = self._cached(sequence)
         num_new = -(-known // size) - len(cached)
         spare = self._spare_blocks if self.num_slots_used else 0
         if self._batch_invariant:
@@ -63,6 +59,19 @@ class Holdings:
         self._blocks_to_come += sequence.most_blocks(size)
         self._give_blocks(sequence, self.pool.allocate(num_new, cached))
         return True
+
+    def tokens_to_compute(self, sequence: Sequence) -> int:
+        """Of one that waits: its known tokens but for those that the prefix cache has."""
+        return len(sequence.token_ids) - len(self._cached(sequence)) * self._block_size
+
+    def _cached(self, sequence: Sequence) -> list[int]:
+        """The blocks of what need not be computed."""
+        # The last token is at least: its logits are wanted. So are those of the whole prompt if
+        # its log probabilities are.
+        if not self.pool.prefix_caching or sequence.wants_targets:
+            return []
+        size = self._block_size
+        return self.pool.match(sequence.block_names(0, (len(sequence.token_ids) - 1) // size, size))
 
     def extend(self, sequence: Sequence) -> tuple[int, int]:
         """Gives it one more block, which must be free: (slot, block id)."""

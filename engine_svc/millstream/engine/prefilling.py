@@ -5,9 +5,10 @@ A stack: the one on top goes on, each of the others waits for those above it, wh
     urgent     [####....]   admitted while the other was in the making
     patient    [######..................]
 
-A short prompt of the same priority passes a long one too, when it is its turn (waiting.py) and it
-can be computed whole in what half of a step leaves beside the decodes: the other half is the long
-one's, however many have passed it and decode by now. So it takes twice as many steps at most.
+A short prompt of the same priority passes a long one too, when it is its turn (waiting.py) and all
+that the prefix cache does not have of it can be computed in what half of a step leaves beside the
+decodes: the other half is the long one's, however many have passed it and decode by now. So it
+takes twice as many steps at most.
 
 Pure, like the scheduler.
 """
@@ -15,7 +16,7 @@ Pure, like the scheduler.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from millstream.engine.sequence import Sequence
 
@@ -23,7 +24,9 @@ from millstream.engine.sequence import Sequence
 class Prefilling:
     """Holds each sequence from its first chunk that is not its last one until its last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_to_compute: Callable[[Sequence], int]) -> None:
+        """`tokens_to_compute`: of a sequence that waits."""
+        self._tokens_to_compute = tokens_to_compute
         self._stack: list[Sequence] = []
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -42,7 +45,7 @@ class Prefilling:
             return True
         if newcomer.request.priority != top.request.priority:
             return newcomer.request.priority < top.request.priority
-        tokens = len(newcomer.token_ids)
+        tokens = self._tokens_to_compute(newcomer)
         return tokens <= spare_tokens and tokens < len(top.token_ids) - top.num_computed_tokens
 
     def note_chunk(self, sequence: Sequence, *, is_last: bool) -> None:

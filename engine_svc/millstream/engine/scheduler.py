@@ -52,7 +52,7 @@ class Scheduler:
         self._holdings = Holdings(info, prefix_caching)
         self._sequences: dict[int, Sequence] = {}  # by key, until they finish
         self._waiting = WaitingQueue()
-        self._prefilling = Prefilling()
+        self._prefilling = Prefilling(self._holdings.tokens_to_compute)
         # In order of their first tokens. Replaced, never changed in place: plans in flight have it.
         self._decoding: list[Sequence] = []
         self._decode_slots: tuple[int, ...] = ()
