@@ -116,6 +116,8 @@ def test_a_rank_that_dies_raises_and_ends_the_others(folder: Path, ranks: int, i
     with pytest.raises(RankLost, match=says):
         llm.generate(prompts() * 100, endless, use_tqdm=False)
     assert time.monotonic() - started < 5
+    with pytest.raises(RankLost, match=says):  # and not that requests are pending
+        generate(llm, GREEDY)
     llm.close()
     assert not rank_pids(os.getpid())
 
@@ -156,6 +158,8 @@ def test_row_26_a_collective_that_never_ends_does_not_hold_the_caller(
         generate(llm, GREEDY)
     with pytest.raises(RankLost):
         llm.step()
+    with pytest.raises(RankLost):
+        generate(llm, GREEDY)
     llm.close()
     assert time.monotonic() - started < 5
     assert not rank_pids(os.getpid())

@@ -59,6 +59,7 @@ class LLM:
         self._num_keys = 0
         self._outputs: dict[int, _Generated] = {}  # of requests that have not ended
         self._prepared: list[GrammarSpec] = []  # for requests that are being submitted
+        self._fault: Exception | None = None  # what broke the engine: requests stay for ever
         self._tokenizer: Any = None
 
     # ---- one step at a time
@@ -100,8 +101,10 @@ class LLM:
 
         One SamplingParams serves all prompts, a list has one for each. A flat list of ints is one
         prompt. "text" is "" when the model folder has no tokenizer. All prompts are checked before
-        the first is run.
+        the first is run. Once the engine is broken, raises what broke it (ranks.RankLost).
         """
+        if self._fault is not None:
+            raise self._fault
         if not self.is_finished():
             raise RuntimeError("generate: requests are pending; step() until is_finished() first")
         inputs = prompt_list(prompts)
@@ -218,9 +221,11 @@ class LLM:
                     results.update((ended[0].key, ended) for ended in finished)
                     progress.update(len(finished))
         except BaseException:  # Ctrl-C too: the next call finds an idle engine
-            # Suppressed because a broken engine's second fault would hide the first.
-            with contextlib.suppress(Exception), uninterrupted():
-                self._cancel_all()
+            try:
+                with uninterrupted():
+                    self._cancel_all()
+            except Exception as fault:  # a broken engine's second one must not hide the first
+                self._fault = fault
             raise
         return results
 
