@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from millstream.engine.config import EngineConfig
+from millstream.engine.phases import Phases
 from millstream.engine.ring import RingFiles, RingWriter
 
 if TYPE_CHECKING:
@@ -238,6 +239,7 @@ def create_runner(config: EngineConfig, model_dir: Path | None, on_lost: OnLost)
     ever), or waits idle, hears of it no other way. Raises LoadError for a model that cannot be
     spread so, or what keeps a rank from loading.
     """
+    phases = Phases()
     size = config.tensor_parallel_size
     os.environ.update(_NO_MULTICAST)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -255,4 +257,5 @@ def create_runner(config: EngineConfig, model_dir: Path | None, on_lost: OnLost)
     # Only now: importing torch takes a second or more, and all ranks do it at once.
     from millstream.engine.ranks_runner import load
 
-    return load(config, model_dir, listener, ring, processes)
+    phases.end("starting ranks")
+    return load(config, model_dir, listener, ring, processes, phases)

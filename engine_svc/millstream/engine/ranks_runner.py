@@ -18,6 +18,7 @@ from millstream.engine.collectives import make_group, open_store
 from millstream.engine.config import EngineConfig
 from millstream.engine.hardware import LoadError, check_devices
 from millstream.engine.parallel import share_of
+from millstream.engine.phases import Phases
 from millstream.engine.plan import Plan, StepResult
 from millstream.engine.plan_codec import PlanEncoder
 from millstream.engine.ranks import RankLost, RankProcesses
@@ -31,10 +32,16 @@ class RanksRunner:
     """A plan.Runner."""
 
     def __init__(
-        self, first: ModelRunner, ring: RingWriter, processes: RankProcesses, num_threads: int
+        self,
+        first: ModelRunner,
+        ring: RingWriter,
+        processes: RankProcesses,
+        num_threads: int,
+        phases: Phases,
     ) -> None:
-        """num_threads: that torch had before it shared the cores with the other ranks."""
-        self.info = first.info
+        """num_threads: that torch had before it shared the cores with the other ranks. phases: of
+        the whole start."""
+        self.info = replace(first.info, phases=phases.so_far())
         self._first = first
         self._ring = ring
         self._processes = processes
@@ -83,9 +90,10 @@ def load(
     listener: socket.socket,
     ring: RingWriter,
     processes: RankProcesses,
+    phases: Phases,
 ) -> RanksRunner:
     """Loads rank 0's part and waits for the others'. Takes everything over: if it raises, it has
-    closed it all. Raises as ranks.create_runner."""
+    closed it all. Raises as ranks.create_runner. phases: of the start so far."""
     size, num_threads = config.tensor_parallel_size, torch.get_num_threads()
 
     def meet() -> Any:
@@ -97,7 +105,9 @@ def load(
         check_devices(config.device, size)
         store = open_store(listener, size)
         first = ModelRunner(config, model_dir, group=make_group(config.device, 0, size, meet))
+        phases.include(first.info.phases)
         processes.wait_ready()
+        phases.end("waiting for the other ranks")
     except BaseException as error:
         try:
             if isinstance(error, RuntimeError):
@@ -109,4 +119,4 @@ def load(
             ring.close()
             listener.close()
         raise
-    return RanksRunner(first, ring, processes, num_threads)
+    return RanksRunner(first, ring, processes, num_threads, phases)

@@ -87,6 +87,7 @@ class ModelRunner:
             shards: ShardSampler | None = None
             if group is not None:
                 group.join(whole.hidden_size)
+                self._phases.end("meeting the other ranks")
                 shards = ShardSampler(group, whole.vocab_size)
             self._steps = self._make_steps(model, ops, shards)
             self._phases.end("slots")
