@@ -33,6 +33,7 @@ from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import GrammarSpec
 from millstream.engine.results import CpuResults, GpuResults
 from millstream.engine.rope_config import RopeType
+from millstream.engine.samplers import RankSampler, Sampler
 from millstream.engine.shard_sampling import ShardSampler
 from millstream.engine.slot_edits import SlotEdits
 from millstream.engine.slots import SlotTable
@@ -84,12 +85,10 @@ class ModelRunner:
         with torch.inference_mode(), self._stream:
             model = startup.load_model(config, resolved, whole, ops, model_dir, on_progress, group)
             self._phases.end("weights")
-            shards: ShardSampler | None = None
             if group is not None:
                 group.join(whole.hidden_size)
                 self._phases.end("meeting the other ranks")
-                shards = ShardSampler(group, whole.vocab_size)
-            self._steps = self._make_steps(model, ops, shards)
+            self._steps = self._make_steps(model, ops)
             self._phases.end("slots")
             num_blocks = self._set_up(config)
         logger.info(
@@ -152,8 +151,8 @@ class ModelRunner:
 
     # ---- set-up
 
-    def _make_steps(self, model: DecoderModel, ops: Ops, shards: ShardSampler | None) -> Steps:
-        resolved = self._resolved
+    def _make_steps(self, model: DecoderModel, ops: Ops) -> Steps:
+        resolved, group, vocab_size = self._resolved, self._group, self._model_config.vocab_size
         slots = SlotTable(
             max_num_seqs=resolved.max_num_seqs,
             max_model_len=resolved.max_model_len,
@@ -162,12 +161,24 @@ class ModelRunner:
             dynamic_rope=self._model_config.rope.type is RopeType.DYNAMIC,
         )
         edits = SlotEdits(
-            vocab_size=self._model_config.vocab_size,
+            vocab_size=vocab_size,
             device=resolved.device,
             grammars=self._grammars,
         )
-        # First steps write to the scratch block.
-        return Steps(resolved, model, ops, slots, edits, self._kv_cache(num_blocks=0), shards)
+        sampler = Sampler(slots, ops.on_slots)
+        if group is not None:
+            sampler = RankSampler(slots, ops.on_slots, ShardSampler(group, vocab_size))
+        first_kv_cache = self._kv_cache(num_blocks=0)  # steps write to the scratch block
+        return Steps(
+            resolved,
+            model,
+            ops,
+            slots,
+            edits,
+            first_kv_cache,
+            sampler,
+            over_ranks=group is not None,
+        )
 
     def _set_up(self, config: EngineConfig) -> int:
         """Everything but the weights; returns how many blocks the KV cache has."""

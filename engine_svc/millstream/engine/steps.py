@@ -24,8 +24,7 @@ from millstream.engine.logprobs import StepScores
 from millstream.engine.models import DecoderModel, Hidden
 from millstream.engine.ops import Ops
 from millstream.engine.plan import Plan
-from millstream.engine.sampling import sample
-from millstream.engine.shard_sampling import ShardSampler
+from millstream.engine.samplers import Sampler
 from millstream.engine.slot_edits import SlotEdits
 from millstream.engine.slots import SlotTable
 from millstream.engine.uploads import Ints
@@ -49,16 +48,19 @@ class Steps:
         slots: SlotTable,
         edits: SlotEdits,
         kv_cache: KVCache,
-        shards: ShardSampler | None,
+        sampler: Sampler,
+        *,
+        over_ranks: bool,
     ) -> None:
-        """shards: samples where the vocabulary is spread over ranks."""
+        """over_ranks: others compute the same steps, and record graphs when this one does."""
         self._resolved = resolved
         self.model = model
         self._ops = ops
         self.slots = slots
         self.edits = edits
         self.kv_cache = kv_cache
-        self._shards = shards
+        self._sampler = sampler
+        self._over_ranks = over_ranks
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         # What graphs of Kind.LOGITS leave, one for all: a graph's own would stay as long as it.
@@ -85,7 +87,7 @@ class Steps:
 
     def record_next(self) -> bool:
         """Records a graph that may be needed; False if there is none left."""
-        if self.graphs is None or self._shards is not None:  # ranks record together
+        if self.graphs is None or self._over_ranks:
             return False
         if self.graphs.record_next():
             return True
@@ -120,19 +122,16 @@ class Steps:
         batch = self.slots.batch(layout)
         logits = self.model(batch, self.kv_cache)
         after = batch.positions[layout.sample_rows] + 1
-        if self._shards is None:
-            token_ids = self._sample(layout, logits, after)
-        else:
-            token_ids = self._sample_shards(self._shards, layout, logits, after)
+        token_ids = self._sampler.sample(layout, logits, after)
         self.slots.advance(batch, layout.sample_slots, token_ids)
         return token_ids
 
     def _decode_in_graph(self, graphs: DecodeGraphs, layout: BatchLayout) -> torch.Tensor:
         """A step of decodes alone: token ids [R]."""
-        if self._shards is None or not layout.host.plan.whole_rows:
+        if not layout.host.plan.whole_rows:
             return graphs(layout, kind_of(layout.host))
         return self._sample_behind(
-            graphs, layout, lambda after, whole: self._sample(layout, whole, after)
+            graphs, layout, lambda after, whole: self._sampler.sample_whole(layout, whole, after)
         )
 
     def _sample_behind(
@@ -147,7 +146,7 @@ class Steps:
         assert ops is not None, "resolve chose graphs for ops that can"
         logits = graphs(layout, Kind.LOGITS)
         after = slots.state.computed[layout.slots] + 1
-        token_ids = self._of_whole_rows(logits, functools.partial(choose, after))
+        token_ids = self._sampler.choose(logits, functools.partial(choose, after))
         ops.advance(layout.slots, token_ids, slots.state)
         return token_ids
 
@@ -162,14 +161,9 @@ class Steps:
         hidden = self.model.hidden(batch, self.kv_cache)
         logits = self.model.logits(hidden, batch.sample_rows)
         after = batch.positions[layout.sample_rows] + 1
-        token_ids = self._of_whole_rows(logits, functools.partial(edit_and_sample, after))
+        token_ids = self._sampler.choose(logits, functools.partial(edit_and_sample, after))
         slots.advance(batch, layout.sample_slots, token_ids)
         return Sampled(token_ids, edits.scores(functools.partial(self._whole_logits, hidden)))
-
-    def _of_whole_rows(
-        self, logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        return choose(logits) if self._shards is None else self._shards.sample_whole(logits, choose)
 
     def _edit_and_sample(
         self,
@@ -180,44 +174,13 @@ class Steps:
     ) -> torch.Tensor:
         """Token ids [R] of logits [R, vocab_size], after edits."""
         edited = self.edits.edit(logits, positions)
-        token_ids = self._sample(layout, edited, positions_on_device)
+        token_ids = self._sampler.sample_whole(layout, edited, positions_on_device)
         self.edits.settle(logits, token_ids)
         return token_ids
 
     def _whole_logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] of some tokens of a step."""
-        logits = self.model.logits(hidden, rows)
-        return logits if self._shards is None else self._shards.whole_rows(logits)
-
-    def _sample(
-        self, layout: BatchLayout, logits: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Token ids [R] of logits [R, vocab_size]."""
-        slots, ops = self.slots, self._ops.on_slots
-        if ops is None:
-            return sample(logits.float(), positions, slots.sampling_rows(layout))
-        return ops.sample(
-            logits,
-            positions,
-            layout.sample_slots,
-            slots.sampling,
-            filtered=layout.host.has_filters,
-        )
-
-    def _sample_shards(
-        self,
-        shards: ShardSampler,
-        layout: BatchLayout,
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """Token ids [R] of this rank's logits."""
-        slots, ops = self.slots, self._ops.on_slots
-        if layout.host.plan.whole_rows:
-            return shards.sample_whole(logits, lambda whole: self._sample(layout, whole, positions))
-        if ops is None:
-            return shards.sample(logits.float(), positions, slots.sampling_rows(layout))
-        return shards.sample_slots(logits, positions, layout.sample_slots, slots.sampling, ops)
+        return self._sampler.whole_rows(self.model.logits(hidden, rows))
 
     def decode(self, slots: torch.Tensor, kind: Kind) -> torch.Tensor:
         """The step that a CUDA graph records: `slots` [n] decode."""
@@ -231,11 +194,9 @@ class Steps:
                 self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
             return self._logits[: len(slots)].copy_(logits)
         positions = batch.context_lens  # a context's length is the position of the token after it
-        if self._shards is None:
-            filtered = kind is Kind.FILTERED
-            token_ids = ops.sample(logits, positions, slots, table.sampling, filtered=filtered)
-        else:
-            token_ids = self._shards.sample_slots(logits, positions, slots, table.sampling, ops)
+        token_ids = self._sampler.sample_slots(
+            logits, positions, slots, filtered=kind is Kind.FILTERED
+        )
         ops.advance(slots, token_ids, table.state)
         return token_ids
 
