@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 from tests.toy_runner import toy_request
 
+from millstream.engine.clients import Client
 from millstream.engine.preparations import HeldSubmission, Preparations
 from millstream.engine.request import GrammarKind, GrammarSpec
 from millstream.engine.streams import Hold, Stream
@@ -41,11 +42,46 @@ class FakeCore:
 
 
 class FakeStream:
-    def __init__(self) -> None:
+    def __init__(self, client: int = 0) -> None:
+        self.client = Client(client)
         self.holds: list[Hold] = []
 
     def hold(self, handle: int, hold: Hold) -> None:
         self.holds.append(hold)
+
+
+async def test_a_client_with_many_grammars_does_not_keep_another_one_waiting() -> None:
+    """The core is asked for a few at a time, by turns."""
+    asked: list[str] = []
+    done: dict[str, asyncio.Event] = {}
+
+    async def prepare(spec: GrammarSpec) -> None:
+        asked.append(spec.text)
+        done[spec.text] = asyncio.Event()
+        await done[spec.text].wait()
+
+    preparations = Preparations(
+        prepare,
+        lambda spec: None,
+        on_ready=lambda held: None,
+        on_refused=lambda held, error: None,
+    )
+    for client, count in ((1, 100), (2, 2)):
+        stream = cast(Stream, FakeStream(client))
+        for i in range(count):
+            wanted = grammar(1000 * client + i)
+            preparations.hold(
+                HeldSubmission(
+                    stream=stream, samples=[toy_request(i, [1])], grammar=wanted, timers=[None]
+                )
+            )
+    await asyncio.sleep(0.01)
+    at_once = len(asked)
+    assert at_once < 10 and all(text.startswith("a{1") for text in asked)
+    for text in asked[:2]:
+        done[text].set()
+    await asyncio.sleep(0.01)
+    assert asked[at_once:] == ["a{2000}", "a{2001}"]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,9 +1,11 @@
 """Requests whose grammar is being compiled: on hold, neither accepted nor refused yet.
 
-Others go on meanwhile, on the same stream too. The core keeps a grammar that is prepared until it
-is told to forget it: none that a request is on hold for is forgotten, and none of the last ones,
-with which requests are accepted at once. A held request that is cancelled is ended as soon as it is
-accepted: a client sees the same as of any other. One whose time is up is refused at once.
+Others go on meanwhile, on the same stream too. The core is asked for a few grammars at a time, and
+clients take turns at it: one that comes with many does not keep others waiting. The core keeps a
+grammar that is prepared until it is told to forget it: none that a request is on hold for is
+forgotten, and none of the last ones, with which requests are accepted at once. A held request that
+is cancelled is ended as soon as it is accepted: a client sees the same as of any other. One whose
+time is up is refused at once.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
+from millstream.engine.fair_turns import FairTurns
 from millstream.engine.records import handle_of
 from millstream.engine.request import GrammarSpec, Request
 from millstream.engine.streams import Hold, Stream
 from millstream.rpc.errors import MillstreamError
 
 _MAX_READY = 64
+# The core compiles two at a time. More, and a client waits for so many of another's, up to 2 s
+# each; fewer, and the core has none to compile in the time of a step, which is when it listens.
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,7 @@ class Preparations:
         self._forget = forget
         self._on_ready = on_ready
         self._on_refused = on_refused
+        self._turns = FairTurns(_AT_ONCE)
         self._num_held = 0
         self._awaited: Counter[GrammarSpec] = Counter()  # by submissions on hold
         self._ready: OrderedDict[GrammarSpec, None] = OrderedDict()  # prepared, the latest last
@@ -93,7 +100,9 @@ class Preparations:
 
     async def _wait(self, held: HeldSubmission) -> None:
         try:
-            await self._prepare(held.grammar)
+            async with self._turns.turn(held.stream.client.number):
+                if held.grammar not in self._ready:
+                    await self._prepare(held.grammar)
         except Exception as error:
             self._on_refused(held, error)
         else:
