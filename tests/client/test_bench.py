@@ -27,12 +27,15 @@ def targets(threaded_services: FakeServices) -> list[str]:
     return ["--engine", threaded_services.target]
 
 
-async def _measure(services: FakeServices, load: Load, **target: Any) -> Run:
+async def _measure(
+    services: FakeServices, load: Load, progress: Progress | None = None, **target: Any
+) -> Run:
     target = {"engine": services.target, **target}
     at = Target(tokenizer=services.target, model=None, options={}, **target)
-    async with open_sender(at, Progress(shown=False)) as (sender, info):
+    progress = progress or Progress(shown=False)
+    async with open_sender(at, progress) as (sender, info):
         assert info.model == "fake"
-        (measured,) = [run async for run in measure(sender, [load], Progress(shown=False))]
+        (measured,) = [run async for run in measure(sender, [load], progress)]
         assert sender.take_traces() == {}
     return measured
 
@@ -48,12 +51,18 @@ def _load(due_s: list[float] | None, vocab_size: int = 200) -> Load:
 )
 @pytest.mark.parametrize("due_s", [[0.0] * 6, [0.0, 0.0, 0.01, 0.02, 0.03, 0.04], None])
 async def test_every_request_is_measured(
-    services: FakeServices, target: dict[str, Any], due_s: list[float] | None
+    services: FakeServices,
+    target: dict[str, Any],
+    due_s: list[float] | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     services.engine.tokens_per_step = lambda: 2  # messages of two tokens
     load = _load(due_s, vocab_size=90)  # ASCII: as many bytes of text as ids
-    measured = await _measure(services, load, **target)
+    measured = await _measure(services, load, Progress(line_every_s=0), **target)
     figures = measured.figures
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and lines[0].startswith("load: 0 of 6 requests, ")
+    assert lines[-1] == f"load: 6 of 6 requests, {load.requests.output_tokens:,} tokens"
     assert measured.errors == []
     assert (figures["requests"], figures["failed"]) == (6, 0)
     assert figures["prompt_tokens"] == load.requests.prompt_tokens

@@ -90,7 +90,7 @@ def _run(llm: Any, load: Load, start: int, stop: int, progress: Progress) -> tup
         now = time.perf_counter()
         steps.append((now, num_tokens, len(ended)))
         e2e_s += [now - started] * len(ended)
-        progress.done(len(ended))
+        progress.note(num_tokens=num_tokens, num_ended=len(ended))
     ttft_s, itl_s = step_latencies(started, steps)
     alone = stop - start == 1 and itl_s
     tpot_s = [sum(itl_s) / len(itl_s)] if alone else []

@@ -55,7 +55,9 @@ class OneStream:
 
         def observe(message: engine_pb2.GenerateResponse) -> None:
             arrivals.append((time.perf_counter(), message))
-            self._progress.done(len(message.finished))
+            self._progress.note(
+                num_tokens=len(message.output.token_ids), num_ended=len(message.finished)
+            )
 
         return observe
 
@@ -126,6 +128,7 @@ class StreamPerRequest:
             await call.done_writing()
             while (message := await call.read()) is not grpc.aio.EOF:
                 arrivals.append((time.perf_counter(), message))
+                self._progress.note(num_tokens=len(message.output.token_ids))
                 for rejected in message.rejected:
                     error = from_service(rejected.status).message
         except grpc.aio.AioRpcError as failure:
@@ -135,7 +138,7 @@ class StreamPerRequest:
         trace = traces_of([arrivals], {request_id: sent_s})[request_id]
         trace.error = trace.error or error
         self._traces[request_id] = trace
-        self._progress.done()
+        self._progress.note(num_ended=1)
 
 
 class TextStreams:
@@ -171,9 +174,10 @@ class TextStreams:
             async for delta in self._client.stream(text, params, request_id=request_id):
                 if delta.token_ids:
                     trace.pieces.append((time.perf_counter(), len(delta.token_ids)))
+                    self._progress.note(num_tokens=len(delta.token_ids))
                 if delta.usage is not None:
                     trace.prompt_tokens = delta.usage.prompt_tokens
                     trace.cached_tokens = delta.usage.cached_tokens
         except MillstreamError as error:
             trace.error = str(error)
-        self._progress.done()
+        self._progress.note(num_ended=1)

@@ -41,7 +41,7 @@ async def open_sender(
 ) -> AsyncIterator[tuple[Sender, engine_pb2.EngineInfo]]:
     """Connects, starting what is to be started. Raises LaunchError, EngineUnavailable."""
     one_stream = OneStream(progress)
-    async with _client(target, one_stream) as client:
+    async with _client(target, None if target.text else one_stream) as client:
         info = (await client.info()).engine
         assert info is not None
         if target.text:
@@ -56,17 +56,22 @@ async def open_sender(
 
 
 @contextlib.asynccontextmanager
-async def _client(target: Target, one_stream: OneStream) -> AsyncIterator[AsyncClient]:
+async def _client(target: Target, observed: OneStream | None) -> AsyncIterator[AsyncClient]:
+    """observed: what is told of each message."""
     if engines := engine_targets(target.engine):
         tokenizer = target.tokenizer if target.text else None
-        observers = {engine: one_stream.new_observer() for engine in engines}
+        observers = (
+            {engine: observed.new_observer() for engine in engines}
+            if observed is not None
+            else None
+        )
         async with AsyncClient(engines, tokenizer, observer=observers) as client:
             yield client
     else:
         launched = alaunch(
             target.model,
             tokenizer=target.text,
-            observer=one_stream.new_observer(),
+            observer=None if observed is None else observed.new_observer(),
             **target.options,
         )
         async with launched as client:

@@ -102,7 +102,7 @@ def _run(
     for file in (args.json, args.plot):
         if file is not None:
             file.touch()  # what cannot be written is told before the work
-    progress = Progress(shown=sys.stderr.isatty())
+    progress = Progress()
     done: list[Run] = []
 
     def show(run: Run) -> None:
