@@ -33,6 +33,7 @@ class HangingRunner(ToyRunner):
         self.on_lost: OnLost
         self.ends_of_ranks: list[str] = []  # the threads that asked for it
         self.threads = set[str]()
+        self.restored_by = ""
 
     def lose(self) -> None:
         self.gone.set()
@@ -49,6 +50,9 @@ class HangingRunner(ToyRunner):
     def close(self) -> None:
         self._step("close")
         super().close()
+
+    def restore_threads(self) -> None:
+        self.restored_by = threading.current_thread().name
 
     def end_ranks(self) -> None:
         self.ends_of_ranks.append(threading.current_thread().name)
@@ -100,6 +104,7 @@ def test_nothing_changes_while_all_ranks_are_there() -> None:
     assert inner.threads == {"rank 0"}
     runner.close()
     assert inner.closed and not inner.ends_of_ranks
+    assert inner.restored_by == threading.current_thread().name  # that which loaded
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])

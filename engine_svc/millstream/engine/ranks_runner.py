@@ -81,6 +81,10 @@ class RanksRunner:
         self._processes.close()
         self._ring.close()
         self._first.close()
+        self.restore_threads()
+
+    def restore_threads(self) -> None:
+        """torch's number of threads, of the calling thread, as it was before loading."""
         torch.set_num_threads(self._num_threads)
 
 

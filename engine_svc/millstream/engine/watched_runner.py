@@ -54,6 +54,9 @@ class RunnerOverRanks(Runner, Protocol):
     def end_ranks(self) -> None:
         """Ends the other ranks and nothing else; any thread may call it, any number of times."""
 
+    def restore_threads(self) -> None:
+        """Undoes what loading changed of the calling thread."""
+
 
 def watched(create: Callable[[OnLost], RunnerOverRanks]) -> WatchedRunner:
     """The runner that `create` makes when it is given what to call once a rank is lost."""
@@ -98,6 +101,7 @@ class WatchedRunner:
         if self._hangs:
             self._runner.end_ranks()
         self._calls.put(None)
+        self._runner.restore_threads()
 
     def _call(self, function: Callable[[], T]) -> T:
         """Waits until it is done on the thread, behind all before it."""
