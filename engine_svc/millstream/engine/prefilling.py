@@ -45,6 +45,8 @@ class Prefilling:
             return True
         if newcomer.request.priority != top.request.priority:
             return newcomer.request.priority < top.request.priority
+        if spare_tokens <= 0:
+            return False  # without asking the prefix cache, in every step of a full batch
         tokens = self._tokens_to_compute(newcomer)
         return tokens <= spare_tokens and tokens < len(top.token_ids) - top.num_computed_tokens
 

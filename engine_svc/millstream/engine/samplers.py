@@ -50,12 +50,9 @@ class Sampler:
         """As sample, of rows that are whole already."""
         if self._ops is None:
             return sample(whole.float(), positions, self._slots.sampling_rows(layout))
-        return self._ops.sample(
-            whole,
-            positions,
-            layout.sample_slots,
-            self._slots.sampling,
-            filtered=layout.host.has_filters,
+        # Not self's: a rank's is of its share.
+        return Sampler.sample_slots(
+            self, whole, positions, layout.sample_slots, filtered=layout.host.has_filters
         )
 
     @property
