@@ -20,7 +20,7 @@ import triton.language as tl
 from millstream.kernels import pdl
 from millstream.kernels.gemv import PLAIN, RESIDUAL, SWIGLU, Norm, gemv, swiglu_of, weight_rows
 from millstream.kernels.linear_configs import Config, Gemv, fits
-from millstream.kernels.pdl import LINE_BYTES, launch_dependents, prefetch, wait
+from millstream.kernels.pdl import launch_dependents, wait
 
 _PARTIAL_ELEMENTS = 1 << 20
 _COUNTERS = 1 << 12
@@ -69,17 +69,6 @@ def _store_tile(
             added = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
             out = (out.to(tl.float32) + added).to(dtype)
     tl.store(out_ptr + m[:, None] * out_stride + n[None, :], out, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _prefetch_weights(
-    rows: tl.tensor, PART: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
-) -> None:
-    """Asks for PART weights from each pointer of `rows` on."""
-    LINE: tl.constexpr = LINE_BYTES // 2
-    line = tl.arange(0, max(BLOCK_K // LINE, 1)) * LINE
-    for start in tl.static_range(0, PART, BLOCK_K):
-        prefetch(rows[:, None] + (start + line)[None, :], PDL)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -145,10 +134,6 @@ def _tile_kernel(
         if CHUNKS > 3:
             sums = tl.dot(tl.load(xs + 3 * BLOCK_K), tl.trans(weight_3), sums)
     else:
-        if PDL and tile_m == 0:  # one of those that share weights asks for them
-            _prefetch_weights(
-                weight_ptr + weight_rows(n, N, EPILOGUE) * K + part * PART, PART, BLOCK_K, PDL
-            )
         wait(PDL)
         for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
             weight = tl.load(weights + start)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels.kv_tiles import block_ids, tile_offsets
-from millstream.kernels.pdl import LINE_BYTES, launch_dependents, prefetch, wait
+from millstream.kernels.pdl import launch_dependents, wait
 from millstream.kernels.work_list import COUNT, END, FIELDS, FIRST, PART, ROW, SLOT, START
 
 
@@ -221,33 +221,6 @@ def _attend_item(
             )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _prefetch_tiles(
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Asks for an item's first TILES tiles; the pointers are at its head. The new token is not
-    there yet, but all before it have been since the step began."""
-    LINE: tl.constexpr = LINE_BYTES // (key_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: tl.constexpr = max(HEAD_DIM // LINE, 1)  # of a token
-    line = tl.arange(0, TILE * LINES)
-    for ahead in tl.static_range(TILES):
-        token = tl.minimum(start + ahead * TILE + line // LINES, tl.maximum(end - 1, 0))
-        block = tl.load(table_ptr + token // BLOCK).to(tl.int64)
-        at = (block * BLOCK + token % BLOCK) * TOKEN_STRIDE + line % LINES * LINE
-        prefetch(key_ptr + at, PDL)
-        prefetch(value_ptr + at, PDL)
-
-
 @triton.jit(do_not_specialize=["capacity"])  # type: ignore[untyped-decorator]
 def paged_decode_kernel(
     query_ptr: tl.tensor,
@@ -307,12 +280,6 @@ def paged_decode_kernel(
             return
         table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
         next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
-        if PDL:
-            _prefetch_tiles(
-                key_cache_ptr + kv_head * HEAD_DIM, value_cache_ptr + kv_head * HEAD_DIM,
-                table_ptr, start, end, HEAD_DIM, BLOCK, NUM_KV_HEADS * HEAD_DIM, TILE, NUM_STAGES,
-                PDL,
-            )  # fmt: skip
         wait(PDL)
         _attend_item(
             query_ptr, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr, next_ids, arrivals_ptr,

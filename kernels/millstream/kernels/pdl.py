@@ -7,7 +7,6 @@ kernel fetch its weights while its predecessor finishes. A kernel takes part lik
     def _kernel(..., PDL: tl.constexpr):
         launch_dependents(PDL)        # first: the next kernel may start once all programs said so
         weight = tl.load(weight_ptr)  # weights, and what the kernel computes from its arguments
-        prefetch(key_ptrs, PDL)       # of large things, at least to the L2
         wait(PDL)                     # the kernels before are complete, their writes visible
         ...                           # everything else, every store among it
 
@@ -31,8 +30,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LINE_BYTES = tl.constexpr(128)
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def launch_dependents(PDL: tl.constexpr) -> None:
@@ -46,17 +43,6 @@ def wait(PDL: tl.constexpr) -> None:
     """Returns when the kernels before this one are complete and what they wrote is visible."""
     if PDL:
         gdc_wait()
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def prefetch(pointers: tl.tensor, PDL: tl.constexpr) -> None:
-    """Asks for the line of the L2 (LINE_BYTES) at each pointer: what a kernel is going to read, as
-    long as it waits. No value is seen, so it may be written meanwhile."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 def options(device: torch.device) -> dict[str, bool]:
