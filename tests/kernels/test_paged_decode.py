@@ -134,32 +134,62 @@ def test_fewer_sequences_than_the_capture_size(device: str) -> None:
         check_rows(decode(query, paged.key_cache, paged.value_cache), oracle(query, paged))
 
 
+def items_of(work: WorkList, contexts: torch.Tensor, slots: torch.Tensor) -> list[list[int]]:
+    """What build makes, checked: every token of every sequence once, and where its parts are."""
+    work.build(slots.to(work.items.device), contexts.int().to(work.items.device))
+    items = [item[:7] for item in work.items.tolist() if item[0] >= 0]
+    assert all(item[0] < 0 for item in work.items.tolist()[len(items) :])
+    ends, parts = [0] * len(contexts), []
+    for row, slot, start, end, count, first, part in sorted(items):
+        assert start == ends[row] and slot == slots[row] and first <= part < first + count
+        ends[row] = end
+        parts.append(part)
+    assert ends == contexts.tolist() and parts == [*range(len(items))]
+    return items
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_work_list_covers_every_token_once(device: str) -> None:
+def test_the_work_list_covers_every_token_once_and_hands_out_what_is_left(device: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    for max_batch, num_programs, longest in ((8, 16, 100), (8, 64, 5000), (40, 16, 900)):
+    for max_batch, num_programs, longest, least in (
+        (8, 4, 100, 64),
+        (8, 16, 5000, 64),
+        (40, 40, 900, 128),
+    ):
         contexts = torch.randint(0, longest, (max_batch - 3,), generator=generator)
         work = WorkList(
-            max_batch=max_batch,
-            num_kv_heads=2,
-            num_programs=num_programs,
-            tile=64,
-            max_context=longest,
-            device=torch.device(device),
-        )
+            max_batch=max_batch, num_kv_heads=2, num_programs=num_programs, tile=64, least=least,
+            max_context=longest, device=torch.device(device),
+        )  # fmt: skip
         slots = torch.randperm(100, generator=generator)[: len(contexts)]
-        work.build(slots.to(device), contexts.int().to(device))
-        items = [item for item in work.items.tolist() if item[0] >= 0]
-        sizes = [end - start for _, _, start, end, *_ in items]
-        assert sizes == sorted(sizes, reverse=True)
-        share = max(-(-int(contexts.sum()) * 2 // num_programs), 1)
-        assert sizes[0] <= -(-share // 64) * 64
-        ends, parts = [0] * len(contexts), []
-        for row, slot, start, end, count, first, part in sorted(item[:7] for item in items):
-            assert start == ends[row] and slot == slots[row] and first <= part < first + count
-            ends[row] = end
-            parts.append(part)
-        assert ends == contexts.tolist() and parts == [*range(len(items))]
+        items = items_of(work, contexts, slots)
+        largest = [0] * len(contexts)
+        for row, _, start, end, *_ in items:
+            largest[row] = max(largest[row], end - start)
+        order = [largest[item[0]] for item in items]
+        assert order == sorted(order, reverse=True)
+        left, cut = int(contexts.sum()), 0
+        for row in sorted(range(len(contexts)), key=lambda row: (-int(contexts[row]), row)):
+            most = max(-(-left * 2 // num_programs), least)
+            assert largest[row] <= -(-most // 64) * 64
+            count = next(item[4] for item in items if item[0] == row)
+            assert count <= max(-(-int(contexts[row]) // most), 1)
+            cut += count > 1
+            left -= int(contexts[row])
+        assert cut or longest == 100
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lengths_that_would_make_too_many_items_are_cut_evenly(device: str) -> None:
+    contexts = torch.tensor([5 << i for i in range(14)])
+    work = WorkList(
+        max_batch=14, num_kv_heads=1, num_programs=24, tile=16, least=16, max_context=1 << 17,
+        device=torch.device(device),
+    )  # fmt: skip
+    assert work.capacity == 14 + 4 * 24
+    items = items_of(work, contexts, torch.arange(14))
+    even = -(-int(contexts.sum()) // (4 * 24 * 16)) * 16
+    assert max(end - start for _, _, start, end, *_ in items) == even
 
 
 def test_bad_inputs_are_refused() -> None:
@@ -274,7 +304,9 @@ def test_a_sequence_that_is_not_cut_is_the_same_in_any_order() -> None:
         contexts, num_kv_heads=8, head_dim=128, block_size=64, dtype=torch.bfloat16, device="cuda"
     )
     query = torch.randn(160, 16, 128, device="cuda", dtype=torch.bfloat16)
-    config = replace(choose_config(160, 16, 8, 128, torch.bfloat16), items_per_multiprocessor=1)
+    config = replace(
+        choose_config(160, 16, 8, 128, torch.bfloat16), programs_per_multiprocessor=0.5
+    )
     results = []
     for order in (torch.arange(160), torch.randperm(160)):
         order = order.cuda()

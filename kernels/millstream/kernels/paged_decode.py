@@ -62,8 +62,9 @@ class PagedDecode:
         self.work = WorkList(
             max_batch=max_batch,
             num_kv_heads=num_kv_heads,
-            num_programs=_multiprocessors(device) * self.config.items_per_multiprocessor,
-            tile=self.config.tile,
+            num_programs=round(_multiprocessors(device) * config.programs_per_multiprocessor),
+            tile=config.tile,
+            least=config.least_share,
             max_context=max_context,
             device=device,
             fixed=fixed,

@@ -1,13 +1,14 @@
 """The work list of decode attention: which program attends to which tokens, made on the GPU.
 
-    context_lens  70  9 150        an even share of all tokens for each program, in whole tiles
-                  |   |  |
-    items   0:[0 64) 2:[0 64) 2:[64 128) 2:[128 150) 1:[0 9) 0:[64 70)        longest first
+    context_lens  900 400 700                       2,000 tokens, of 4 programs
+    items   0:[0 512) 0:[512 900) 2:[0 256) 2:[256 512) 2:[512 700) 1:[0 128) 1:[128 256) ...
 
-A sequence is cut into whole shares and a rest. Multiprocessors take items in the list's order, so
-with several shares for each program that runs at once, the rests fill the gaps at the end, whatever
-the number of sequences. All layers of a step read the same list. Its size is bounded by the number
-of sequences and programs, not by lengths, so that a CUDA graph's grid serves any lengths.
+The longest sequence is cut first. A sequence's shares are alike, and small enough that each of so
+many programs could have one out of its tokens and all shorter ones'. So most sequences are whole,
+the last ones to be taken are cut the finest, and multiprocessors, which take items in the list's
+order, end together whatever the number of sequences. (Guided self-scheduling: Polychronopoulos and
+Kuck, 1987.) All layers of a step read the same list. A CUDA graph's grid serves any lengths: where
+they would make more items than it has programs, the shares are even.
 
 How a sequence is cut decides how its attention is rounded. With a FixedCut each is cut by its own
 length alone, whatever the others are.
@@ -28,7 +29,10 @@ from millstream.kernels.pdl import launch_dependents, wait
 # items of its sequence, the first of those in the partial results, and its own place there.
 ROW, SLOT, START, END, COUNT, FIRST, PART, FIELDS = (tl.constexpr(i) for i in range(8))
 
-_MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernel
+_MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernels
+# Shares for each of num_programs that a list has room for, beside one a sequence. Lengths that are
+# alike or drawn at random make fewer; where each is half of the one before, there may be more.
+_SHARES_A_PROGRAM = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +44,48 @@ class FixedCut:
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["batch", "num_programs", "capacity", "num_marked"],
+    do_not_specialize=["batch", "num_programs", "least"],
+    do_not_specialize_on_alignment=["context_lens_ptr"],  # they may be a slice
+)
+def _choose_shares_kernel(
+    context_lens_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    batch: tl.tensor,
+    num_programs: tl.tensor,
+    least: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program for each sequence: the tokens of its shares, in whole tiles."""
+    launch_dependents(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    rows = tl.arange(0, BATCH_BLOCK)
+    lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
+    length = tl.load(context_lens_ptr + row)
+    later = (lens < length) | ((lens == length) & (rows >= row))
+    left = tl.sum(tl.where(later, lens, 0).to(tl.int64), axis=0) * NUM_KV_HEADS
+    most = tl.maximum(tl.cdiv(left, num_programs).to(tl.int32), least)
+    share = tl.cdiv(length, tl.maximum(tl.cdiv(length, most), 1))
+    tl.store(shares_ptr + row, tl.maximum(tl.cdiv(share, TILE), 1) * TILE)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["batch", "capacity", "num_shares", "num_marked"],
     # They may be slices: the kernel is not to be compiled again for an odd offset.
     do_not_specialize_on_alignment=["context_lens_ptr", "slots_ptr"],
 )
 def _build_work_list_kernel(
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
     items_ptr: tl.tensor,
     batch: tl.tensor,
-    num_programs: tl.tensor,
     capacity: tl.tensor,
+    num_shares: tl.tensor,
     num_marked: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     FIXED_SHARE: tl.constexpr,
     MOST_PARTS: tl.constexpr,
@@ -62,8 +95,8 @@ def _build_work_list_kernel(
 ) -> None:
     """One program for each sequence: each counts all sequences' items, and writes its own.
 
-    FIXED_SHARE 0: shares of all sequences' tokens. So many unused entries behind the list are
-    marked as attention may look at.
+    FIXED_SHARE 0: shares as chosen, or so many even ones if those do not fit. So many unused
+    entries behind the list are marked as attention may look at.
     """
     wait(PDL)
     row = tl.program_id(0)
@@ -72,36 +105,37 @@ def _build_work_list_kernel(
     if FIXED_SHARE > 0:
         shares = tl.maximum(tl.cdiv(tl.cdiv(lens, MOST_PARTS), TILE) * TILE, FIXED_SHARE)
     else:
-        even = tl.cdiv(tl.sum(lens, axis=0) * NUM_KV_HEADS, num_programs)
-        shares = lens * 0 + tl.maximum(tl.cdiv(even, TILE), 1) * TILE
-    wholes = tl.maximum(tl.cdiv(lens, shares) - 1, 0)
-    rests = lens - wholes * shares  # 0 of a sequence of no tokens (padding): its output is zeros
+        shares = tl.load(shares_ptr + rows, mask=rows < batch, other=TILE)
+        num_items = tl.sum(tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0), axis=0)
+        even = tl.cdiv(tl.sum(lens.to(tl.int64), axis=0), num_shares).to(tl.int32)
+        even = tl.maximum(tl.cdiv(even, TILE), 1) * TILE
+        shares = tl.where(num_items > capacity, even, shares)
+    # A sequence of no tokens (padding) has an item, too: its output is zeros.
+    parts = tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0)
+    largest = tl.minimum(lens, shares)
 
     before, mine = rows < row, rows == row
-    num_wholes = tl.sum(wholes, axis=0)
-    my_wholes = tl.sum(tl.where(mine, wholes, 0), axis=0)
-    my_rest = tl.sum(tl.where(mine, rests, 0), axis=0)
+    my_parts = tl.sum(tl.where(mine, parts, 0), axis=0)
+    my_largest = tl.sum(tl.where(mine, largest, 0), axis=0)
+    length = tl.sum(tl.where(mine, lens, 0), axis=0)
     share = tl.sum(tl.where(mine, shares, 0), axis=0)
-    wholes_before = tl.sum(tl.where(before, wholes, 0), axis=0)
-    longer = (rows < batch) & ((rests > my_rest) | ((rests == my_rest) & before))
-    rest_at = num_wholes + tl.sum(longer.to(tl.int32), axis=0)
-    first = wholes_before + row  # every sequence before has one rest
+    first = tl.sum(tl.where(before, parts, 0), axis=0)
+    earlier = (largest > my_largest) | ((largest == my_largest) & before)
+    place = tl.sum(tl.where(earlier, parts, 0), axis=0)
     slot = tl.load(slots_ptr + row).to(tl.int32)
-    for begin in range(0, my_wholes + 1, ITEM_BLOCK):
+    for begin in range(0, my_parts, ITEM_BLOCK):
         part = begin + tl.arange(0, ITEM_BLOCK)
-        inside = part <= my_wholes
-        is_rest = part == my_wholes
-        item = items_ptr + tl.where(is_rest, rest_at, wholes_before + part) * FIELDS
-        end = part * share + tl.where(is_rest, my_rest, share)
+        inside = part < my_parts
+        item = items_ptr + (place + part) * FIELDS
         tl.store(item + ROW, part * 0 + row, mask=inside)
         tl.store(item + SLOT, part * 0 + slot, mask=inside)
         tl.store(item + START, part * share, mask=inside)
-        tl.store(item + END, end, mask=inside)
-        tl.store(item + COUNT, part * 0 + my_wholes + 1, mask=inside)
+        tl.store(item + END, tl.minimum((part + 1) * share, length), mask=inside)
+        tl.store(item + COUNT, part * 0 + my_parts, mask=inside)
         tl.store(item + FIRST, part * 0 + first, mask=inside)
         tl.store(item + PART, first + part, mask=inside)
     if row == 0:
-        num_items = num_wholes + batch
+        num_items = tl.sum(parts, axis=0)
         marked_end = tl.minimum(num_items + num_marked, capacity)
         for begin in range(num_items, marked_end, ITEM_BLOCK):
             unused = begin + tl.arange(0, ITEM_BLOCK)
@@ -117,7 +151,7 @@ def _build_work_list_kernel(
 
 
 class WorkList:
-    """The items of up to max_batch sequences, for about num_programs programs."""
+    """The items of up to max_batch sequences."""
 
     def __init__(
         self,
@@ -126,25 +160,29 @@ class WorkList:
         num_kv_heads: int,
         num_programs: int,
         tile: int,
+        least: int,
         max_context: int,
         device: torch.device,
         fixed: FixedCut | None = None,
     ) -> None:
-        """Raises ValueError if fixed shares are not whole tiles."""
+        """num_programs: none of them is to have more left than its part when the last item is
+        taken. least: tokens of a share that is not to be cut. Raises ValueError if fixed shares
+        are not whole tiles."""
         if fixed is not None and fixed.share % tile:
             raise ValueError(f"shares of {fixed.share} tokens, tiles of {tile}")
         self.max_batch = max_batch
         self._num_kv_heads = num_kv_heads
         self._num_programs = num_programs
         self._tile = tile
+        self._least = least
         self._fixed = fixed
+        # An item is as many programs as there are KV heads. Cut evenly, each sequence has a rest.
+        self._num_shares: int = triton.cdiv(_SHARES_A_PROGRAM * num_programs, num_kv_heads)
         self.capacity = max_batch * self._most_parts(max_context)
         if fixed is None:
-            # Whole shares are no more than the programs, counting heads: an item is as many
-            # programs as there are KV heads. And each sequence has a rest.
-            wholes = triton.cdiv(num_programs, num_kv_heads)
-            self.capacity = min(self.capacity, max_batch + wholes)
+            self.capacity = min(self.capacity, max_batch + self._num_shares)
         self.items = torch.full((self.capacity, FIELDS.value), -1, dtype=torch.int32, device=device)
+        self._shares = torch.empty(max_batch, dtype=torch.int32, device=device)
 
     def _most_parts(self, max_context: int) -> int:
         """Of one sequence."""
@@ -158,8 +196,7 @@ class WorkList:
         if self._fixed is None:
             return self.capacity
         items = batch * (self.capacity // self.max_batch)
-        enough: int = triton.cdiv(self._num_programs, self._num_kv_heads)
-        return min(items, max(2 * batch, enough))
+        return min(items, max(2 * batch, self._num_shares))
 
     def build(self, slots: torch.Tensor, context_lens: torch.Tensor) -> None:
         """slots: [B] int32 or int64; context_lens: [B] int32, contiguous. Raises ValueError."""
@@ -170,21 +207,33 @@ class WorkList:
             raise ValueError(f"lengths are {context_lens.dtype}, slots {slots.dtype}")
         if not slots.is_contiguous() or not context_lens.is_contiguous():
             raise ValueError("slots and context_lens must be contiguous")
-        fixed = self._fixed
+        options = {
+            "TILE": self._tile,
+            "BATCH_BLOCK": max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
+            "num_warps": 4,
+            **pdl.options(self.items.device),
+        }
+        if self._fixed is None:
+            _choose_shares_kernel[(batch,)](
+                context_lens,
+                self._shares,
+                batch,
+                self._num_programs,
+                self._least,
+                NUM_KV_HEADS=self._num_kv_heads,
+                **options,
+            )
         _build_work_list_kernel[(batch,)](
             context_lens,
             slots,
+            self._shares,
             self.items,
             batch,
-            self._num_programs,
             self.capacity,
+            self._num_shares,
             self.programs_for(batch),
-            NUM_KV_HEADS=self._num_kv_heads,
-            TILE=self._tile,
-            FIXED_SHARE=0 if fixed is None else fixed.share,
-            MOST_PARTS=1 if fixed is None else fixed.most_parts,
-            BATCH_BLOCK=max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
+            FIXED_SHARE=0 if self._fixed is None else self._fixed.share,
+            MOST_PARTS=1 if self._fixed is None else self._fixed.most_parts,
             ITEM_BLOCK=32,
-            num_warps=4,
-            **pdl.options(self.items.device),
+            **options,
         )
