@@ -10,7 +10,7 @@ from tests.paged_kv import PagedKV, check_rows, paged_kv, starts_of
 
 from millstream.kernels import reference_attention
 from millstream.kernels.paged_decode import DecodeConfig, PagedDecode, choose_config
-from millstream.kernels.work_list import WorkList
+from millstream.kernels.work_list import Cut, WorkList
 
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -33,14 +33,6 @@ CONFIGS = {
     ),
     "tokens-are-rows, tail apart": DecodeConfig(
         tile=64, num_warps=4, num_stages=3, tokens_are_rows=True, tail_apart=True
-    ),
-    "128 registers": DecodeConfig(
-        tile=64,
-        num_warps=4,
-        num_stages=3,
-        tokens_are_rows=True,
-        tail_apart=False,
-        max_registers=128,
     ),
 }
 
@@ -151,14 +143,15 @@ def items_of(work: WorkList, contexts: torch.Tensor, slots: torch.Tensor) -> lis
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_work_list_covers_every_token_once_and_hands_out_what_is_left(device: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    for max_batch, num_programs, longest, least in (
-        (8, 4, 100, 64),
-        (8, 16, 5000, 64),
-        (40, 40, 900, 128),
+    for max_batch, longest, cut in (
+        (8, 100, Cut(even=1, guided=1)),
+        (8, 5000, Cut(even=4, guided=4)),
+        (40, 900, Cut(even=20, guided=10, least=128)),
+        (40, 900, Cut(even=20)),
     ):
         contexts = torch.randint(0, longest, (max_batch - 3,), generator=generator)
         work = WorkList(
-            max_batch=max_batch, num_kv_heads=2, num_programs=num_programs, tile=64, least=least,
+            max_batch=max_batch, num_kv_heads=2, num_multiprocessors=4, tile=64, cut=cut,
             max_context=longest, device=torch.device(device),
         )  # fmt: skip
         slots = torch.randperm(100, generator=generator)[: len(contexts)]
@@ -168,28 +161,27 @@ def test_the_work_list_covers_every_token_once_and_hands_out_what_is_left(device
             largest[row] = max(largest[row], end - start)
         order = [largest[item[0]] for item in items]
         assert order == sorted(order, reverse=True)
-        left, cut = int(contexts.sum()), 0
+        left, even, cuts = int(contexts.sum()), -(-int(contexts.sum()) // (2 * int(cut.even))), 0
         for row in sorted(range(len(contexts)), key=lambda row: (-int(contexts[row]), row)):
-            most = max(-(-left * 2 // num_programs), least)
+            part = min(even, -(-left // int(2 * cut.guided))) if cut.guided else even
+            most = max(part, cut.least)
             assert largest[row] <= -(-most // 64) * 64
             count = next(item[4] for item in items if item[0] == row)
             assert count <= max(-(-int(contexts[row]) // most), 1)
-            cut += count > 1
+            cuts += count > 1
             left -= int(contexts[row])
-        assert cut or longest == 100
+        assert cuts or longest == 100
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lengths_that_would_make_too_many_items_are_cut_evenly(device: str) -> None:
-    contexts = torch.tensor([5 << i for i in range(14)])
+    contexts = torch.tensor([1 << i for i in range(14)])
+    cut = Cut(even=2, guided=4, least=1)
     work = WorkList(
-        max_batch=14, num_kv_heads=1, num_programs=24, tile=16, least=16, max_context=1 << 17,
+        max_batch=14, num_kv_heads=1, num_multiprocessors=1, tile=1, cut=cut, max_context=1 << 17,
         device=torch.device(device),
     )  # fmt: skip
-    assert work.capacity == 14 + 4 * 24
-    items = items_of(work, contexts, torch.arange(14))
-    even = -(-int(contexts.sum()) // (4 * 24 * 16)) * 16
-    assert max(end - start for _, _, start, end, *_ in items) == even
+    assert len(items_of(work, contexts, torch.arange(14))) <= work.capacity
 
 
 def test_bad_inputs_are_refused() -> None:
@@ -304,9 +296,7 @@ def test_a_sequence_that_is_not_cut_is_the_same_in_any_order() -> None:
         contexts, num_kv_heads=8, head_dim=128, block_size=64, dtype=torch.bfloat16, device="cuda"
     )
     query = torch.randn(160, 16, 128, device="cuda", dtype=torch.bfloat16)
-    config = replace(
-        choose_config(160, 16, 8, 128, torch.bfloat16), programs_per_multiprocessor=0.5
-    )
+    config = replace(choose_config(160, 16, 8, 128, torch.bfloat16), cut=Cut(even=0.5))
     results = []
     for order in (torch.arange(160), torch.randperm(160)):
         order = order.cuda()

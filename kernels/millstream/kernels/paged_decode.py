@@ -62,14 +62,12 @@ class PagedDecode:
         self.work = WorkList(
             max_batch=max_batch,
             num_kv_heads=num_kv_heads,
-            num_programs=round(_multiprocessors(device) * config.programs_per_multiprocessor),
+            num_multiprocessors=_multiprocessors(device),
             tile=config.tile,
-            least=config.least_share,
+            cut=config.cut if fixed is None else fixed,
             max_context=max_context,
             device=device,
-            fixed=fixed,
         )
-        self._repeat = fixed is not None
         self._query_shape = (num_heads, head_dim)
         self._cache_shape = (block_size, num_kv_heads, head_dim)
         self._dtype = dtype
@@ -118,7 +116,6 @@ class PagedDecode:
         config = self.config
         group = num_heads // num_kv_heads
         combine_heads = triton.next_power_of_2(group)
-        options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         paged_decode_kernel[(self.work.programs_for(self._batch) * num_kv_heads,)](
             query,
             key_cache,
@@ -133,6 +130,7 @@ class PagedDecode:
             tables.stride(0),
             head_dim**-0.5 * math.log2(math.e),
             self.work.capacity,
+            self.work.singles_of(self._batch),
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -143,10 +141,8 @@ class PagedDecode:
             TAIL_APART=config.tail_apart,
             COMBINE_HEADS=combine_heads,
             COMBINE_PARTS=combine_parts(config.num_warps, combine_heads),
-            REPEAT=self._repeat,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **options,
             **pdl.options(query.device),
         )
         return out

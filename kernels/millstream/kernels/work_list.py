@@ -7,8 +7,8 @@ The longest sequence is cut first. A sequence's shares are alike, and small enou
 many programs could have one out of its tokens and all shorter ones'. So most sequences are whole,
 the last ones to be taken are cut the finest, and multiprocessors, which take items in the list's
 order, end together whatever the number of sequences. (Guided self-scheduling: Polychronopoulos and
-Kuck, 1987.) All layers of a step read the same list. A CUDA graph's grid serves any lengths: where
-they would make more items than it has programs, the shares are even.
+Kuck, 1987.) All layers of a step read the same list. A CUDA graph's grid serves any lengths: a
+program for each sequence takes one item, and so many as run at once share what more there is.
 
 How a sequence is cut decides how its attention is rounded. With a FixedCut each is cut by its own
 length alone, whatever the others are.
@@ -16,6 +16,7 @@ length alone, whatever the others are.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +31,19 @@ from millstream.kernels.pdl import launch_dependents, wait
 ROW, SLOT, START, END, COUNT, FIRST, PART, FIELDS = (tl.constexpr(i) for i in range(8))
 
 _MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernels
-# Shares for each of num_programs that a list has room for, beside one a sequence. Lengths that are
-# alike or drawn at random make fewer; where each is half of the one before, there may be more.
-_SHARES_A_PROGRAM = 4
+# Items for each guided program that a list has room for: lengths that are alike or drawn at random
+# make up to four, lengths of which each is half of the one before up to five.
+_GUIDED_ITEMS = 8
+_PROGRAMS_AT_ONCE = 2  # of a multiprocessor: fewer than run there with small tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How finely sequences are cut, in programs of a multiprocessor (each has one KV head)."""
+
+    even: float  # no share is larger than the part of all tokens of one of so many
+    guided: float = 0.0  # nor than the part of those that are left; 0: it may be
+    least: int = 64  # tokens that are not cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,36 +55,40 @@ class FixedCut:
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["batch", "num_programs", "least"],
+    do_not_specialize=["batch", "even", "guided", "least"],
     do_not_specialize_on_alignment=["context_lens_ptr"],  # they may be a slice
 )
 def _choose_shares_kernel(
     context_lens_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     batch: tl.tensor,
-    num_programs: tl.tensor,
+    even: tl.tensor,
+    guided: tl.tensor,
     least: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program for each sequence: the tokens of its shares, in whole tiles."""
+    """One program for each sequence: the tokens of its shares, in whole tiles. See Cut; `even` and
+    `guided` are in programs of a KV head."""
     launch_dependents(PDL)
     wait(PDL)
     row = tl.program_id(0)
     rows = tl.arange(0, BATCH_BLOCK)
     lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
     length = tl.load(context_lens_ptr + row)
-    later = (lens < length) | ((lens == length) & (rows >= row))
-    left = tl.sum(tl.where(later, lens, 0).to(tl.int64), axis=0) * NUM_KV_HEADS
-    most = tl.maximum(tl.cdiv(left, num_programs).to(tl.int32), least)
-    share = tl.cdiv(length, tl.maximum(tl.cdiv(length, most), 1))
+    most = tl.cdiv(tl.sum(lens.to(tl.int64), axis=0), even)
+    if guided > 0:
+        later = (lens < length) | ((lens == length) & (rows >= row))
+        left = tl.sum(tl.where(later, lens, 0).to(tl.int64), axis=0)
+        most = tl.minimum(most, tl.cdiv(left, guided))
+    parts = tl.cdiv(length, tl.maximum(most.to(tl.int32), least))
+    share = tl.cdiv(length, tl.maximum(parts, 1))
     tl.store(shares_ptr + row, tl.maximum(tl.cdiv(share, TILE), 1) * TILE)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["batch", "capacity", "num_shares", "num_marked"],
+    do_not_specialize=["batch", "capacity", "even", "num_marked"],
     # They may be slices: the kernel is not to be compiled again for an odd offset.
     do_not_specialize_on_alignment=["context_lens_ptr", "slots_ptr"],
 )
@@ -84,7 +99,7 @@ def _build_work_list_kernel(
     items_ptr: tl.tensor,
     batch: tl.tensor,
     capacity: tl.tensor,
-    num_shares: tl.tensor,
+    even: tl.tensor,
     num_marked: tl.tensor,
     TILE: tl.constexpr,
     FIXED_SHARE: tl.constexpr,
@@ -95,8 +110,8 @@ def _build_work_list_kernel(
 ) -> None:
     """One program for each sequence: each counts all sequences' items, and writes its own.
 
-    FIXED_SHARE 0: shares as chosen, or so many even ones if those do not fit. So many unused
-    entries behind the list are marked as attention may look at.
+    FIXED_SHARE 0: shares as chosen, or even ones if those do not fit. So many unused entries behind
+    the list are marked as attention may look at.
     """
     wait(PDL)
     row = tl.program_id(0)
@@ -107,9 +122,9 @@ def _build_work_list_kernel(
     else:
         shares = tl.load(shares_ptr + rows, mask=rows < batch, other=TILE)
         num_items = tl.sum(tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0), axis=0)
-        even = tl.cdiv(tl.sum(lens.to(tl.int64), axis=0), num_shares).to(tl.int32)
-        even = tl.maximum(tl.cdiv(even, TILE), 1) * TILE
-        shares = tl.where(num_items > capacity, even, shares)
+        most = tl.cdiv(tl.sum(lens.to(tl.int64), axis=0), even).to(tl.int32)
+        most = tl.maximum(tl.cdiv(most, TILE), 1) * TILE
+        shares = tl.where(num_items > capacity, most, shares)
     # A sequence of no tokens (padding) has an item, too: its output is zeros.
     parts = tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0)
     largest = tl.minimum(lens, shares)
@@ -158,45 +173,46 @@ class WorkList:
         *,
         max_batch: int,
         num_kv_heads: int,
-        num_programs: int,
+        num_multiprocessors: int,
         tile: int,
-        least: int,
+        cut: Cut | FixedCut,
         max_context: int,
         device: torch.device,
-        fixed: FixedCut | None = None,
     ) -> None:
-        """num_programs: none of them is to have more left than its part when the last item is
-        taken. least: tokens of a share that is not to be cut. Raises ValueError if fixed shares
-        are not whole tiles."""
-        if fixed is not None and fixed.share % tile:
-            raise ValueError(f"shares of {fixed.share} tokens, tiles of {tile}")
+        """Raises ValueError if fixed shares are not whole tiles."""
         self.max_batch = max_batch
-        self._num_kv_heads = num_kv_heads
-        self._num_programs = num_programs
         self._tile = tile
-        self._least = least
-        self._fixed = fixed
-        # An item is as many programs as there are KV heads. Cut evenly, each sequence has a rest.
-        self._num_shares: int = triton.cdiv(_SHARES_A_PROGRAM * num_programs, num_kv_heads)
-        self.capacity = max_batch * self._most_parts(max_context)
-        if fixed is None:
-            self.capacity = min(self.capacity, max_batch + self._num_shares)
+        self._cut = cut
+        self._at_once: int = triton.cdiv(_PROGRAMS_AT_ONCE * num_multiprocessors, num_kv_heads)
+        if isinstance(cut, FixedCut):
+            if cut.share % tile:
+                raise ValueError(f"shares of {cut.share} tokens, tiles of {tile}")
+            self._even = self._guided = 0
+            self.capacity = max_batch * self._most_parts(cut, max_context)
+        else:
+            per_head = num_multiprocessors / num_kv_heads
+            self._even, self._guided = (math.ceil(per_head * n) for n in (cut.even, cut.guided))
+            # Cut evenly, each sequence has a rest beside its part of the even shares.
+            self.capacity = max_batch + self._even + _GUIDED_ITEMS * self._guided
         self.items = torch.full((self.capacity, FIELDS.value), -1, dtype=torch.int32, device=device)
         self._shares = torch.empty(max_batch, dtype=torch.int32, device=device)
 
-    def _most_parts(self, max_context: int) -> int:
+    @staticmethod
+    def _most_parts(cut: FixedCut, max_context: int) -> int:
         """Of one sequence."""
-        share = self._tile if self._fixed is None else self._fixed.share
-        parts: int = max(triton.cdiv(max_context, share), 1)
-        return parts if self._fixed is None else min(parts, self._fixed.most_parts)
+        parts: int = max(triton.cdiv(max_context, cut.share), 1)
+        return min(parts, cut.most_parts)
 
     def programs_for(self, batch: int) -> int:
-        """Programs a KV head that go through the items of `batch` sequences: as many as there can
-        be items, but where fixed shares may be many, each takes every so manyth item."""
-        if self._fixed is None:
-            return self.capacity
+        """Programs a KV head that go through the items of `batch` sequences."""
+        if isinstance(self._cut, Cut):
+            return batch + min(self._at_once, self.capacity - self.max_batch)
         items = batch * (self.capacity // self.max_batch)
-        return min(items, max(2 * batch, self._num_shares))
+        return min(items, max(2 * batch, 2 * self._at_once))
+
+    def singles_of(self, batch: int) -> int:
+        """How many of these, from the first, take one item each; the others share the rest."""
+        return batch if isinstance(self._cut, Cut) else 0
 
     def build(self, slots: torch.Tensor, context_lens: torch.Tensor) -> None:
         """slots: [B] int32 or int64; context_lens: [B] int32, contiguous. Raises ValueError."""
@@ -207,22 +223,18 @@ class WorkList:
             raise ValueError(f"lengths are {context_lens.dtype}, slots {slots.dtype}")
         if not slots.is_contiguous() or not context_lens.is_contiguous():
             raise ValueError("slots and context_lens must be contiguous")
+        fixed = self._cut if isinstance(self._cut, FixedCut) else None
         options = {
             "TILE": self._tile,
             "BATCH_BLOCK": max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
             "num_warps": 4,
             **pdl.options(self.items.device),
         }
-        if self._fixed is None:
+        if isinstance(self._cut, Cut):
             _choose_shares_kernel[(batch,)](
-                context_lens,
-                self._shares,
-                batch,
-                self._num_programs,
-                self._least,
-                NUM_KV_HEADS=self._num_kv_heads,
+                context_lens, self._shares, batch, self._even, self._guided, self._cut.least,
                 **options,
-            )
+            )  # fmt: skip
         _build_work_list_kernel[(batch,)](
             context_lens,
             slots,
@@ -230,10 +242,10 @@ class WorkList:
             self.items,
             batch,
             self.capacity,
-            self._num_shares,
+            self._even,
             self.programs_for(batch),
-            FIXED_SHARE=0 if self._fixed is None else self._fixed.share,
-            MOST_PARTS=1 if self._fixed is None else self._fixed.most_parts,
+            FIXED_SHARE=0 if fixed is None else fixed.share,
+            MOST_PARTS=1 if fixed is None else fixed.most_parts,
             ITEM_BLOCK=32,
             **options,
         )
