@@ -101,17 +101,20 @@ def decode_configs(case: Case) -> dict[str, DecodeConfig]:
         )  # fmt: skip
 
     kinds = {
-        "swap w4 s3": functools.partial(config, 4, 3, True, False),
+        "swap w4 s3 r128": functools.partial(config, 4, 3, True, False, max_registers=128),
         "pad w4 s2": functools.partial(config, 4, 2, False, False),
         "pad w2 s2 tail": functools.partial(config, 2, 2, False, True),
     }
     if case.heads[2] == 64:
-        kinds["pad w4 s3"] = functools.partial(config, 4, 3, False, False)
+        kinds["pad w4 s3 r168"] = functools.partial(config, 4, 3, False, False, max_registers=168)
     elif case.heads[0] == 2 * case.heads[1]:
         kinds |= {
+            "swap w4 s3": functools.partial(config, 4, 3, True, False),
             "swap w4 s3 tail": functools.partial(config, 4, 3, True, True),
             "pad w2 s3 tail": functools.partial(config, 2, 3, False, True),
         }
+    else:
+        kinds["pad w4 s2 r128"] = functools.partial(config, 4, 2, False, False, max_registers=128)
     return with_cuts(kinds, {"x2": Cut(even=2), "x4": Cut(even=4), "x8": Cut(even=8)} | GUIDED)
 
 
@@ -142,11 +145,13 @@ def schedule_cases() -> list[Case]:
 
 def schedule_configs() -> dict[str, DecodeConfig]:
     narrow = functools.partial(DecodeConfig, tile=64, tokens_are_rows=False, tail_apart=True)
-    wide = functools.partial(DecodeConfig, tile=64, tokens_are_rows=True, tail_apart=False)
+    wide = functools.partial(
+        DecodeConfig, tile=64, tokens_are_rows=True, tail_apart=False, max_registers=128
+    )
     kinds = {
         "pad w2 s3 tail": functools.partial(narrow, num_warps=2, num_stages=3),
         "pad w2 s2 tail": functools.partial(narrow, num_warps=2, num_stages=2),
-        "swap w4 s3": functools.partial(wide, num_warps=4, num_stages=3),
+        "swap w4 s3 r128": functools.partial(wide, num_warps=4, num_stages=3),
     }
     return with_cuts(kinds, {"x4": Cut(even=4), "x8": Cut(even=8)} | GUIDED)
 

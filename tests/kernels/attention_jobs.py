@@ -15,6 +15,7 @@ from millstream.kernels import (
     qk_norm_rope_store,
     work_list,
 )
+from millstream.kernels.decode_configs import invariant_config
 from millstream.kernels.paged_prefill import PrefillConfig
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -24,13 +25,14 @@ HEADS = [(16, 8, 128), (40, 8, 128), (32, 4, 128), (9, 3, 64), (32, 8, 64)]
 def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     sizes = {"TILE": 64, "BATCH_BLOCK": 256}
     yield work_list._choose_shares_kernel, (I32, I32, 5, 50, 24, 256), sizes
-    items = (I32, I64, I32, I32, 5, 498, 50, 289)
+    items = (I32, I64, I32, I32, 5, 322, 66, 322)
     for cut in ({"FIXED_SHARE": 0, "MOST_PARTS": 1}, {"FIXED_SHARE": 512, "MOST_PARTS": 32}):
         yield work_list._build_work_list_kernel, items, {"ITEM_BLOCK": 32, **sizes, **cut}
     for heads in HEADS:
         for block_size in (64, 16):
             for batch in (1, 64, 256):
                 yield decode_job(*heads, block_size, batch)
+            yield decode_job(*heads, block_size, 256, repeat=True)
             yield prefill_job(*heads, block_size, paged_prefill.choose_config(BF16))
     for num_tokens in (1, 256):
         yield store_job(num_tokens)
@@ -42,12 +44,14 @@ def decode_job(
     head_dim: int,
     block_size: int,
     batch: int,
+    *,
+    repeat: bool = False,
 ) -> Any:
     shape = num_heads, num_kv_heads, head_dim, BF16
-    config = paged_decode.choose_config(batch, *shape)
+    config = invariant_config(*shape) if repeat else paged_decode.choose_config(batch, *shape)
     group = num_heads // num_kv_heads
     heads = triton.next_power_of_2(group)
-    arguments = (BF16, BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, 64, 0.1, 498, 256)
+    arguments = (BF16, BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, 64, 0.1, 322)
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -59,9 +63,12 @@ def decode_job(
         "TAIL_APART": config.tail_apart,
         "COMBINE_HEADS": heads,
         "COMBINE_PARTS": paged_decode.combine_parts(config.num_warps, heads),
+        "REPEAT": repeat,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+    if config.max_registers is not None:
+        constants["maxnreg"] = config.max_registers
     return paged_decode_kernel.paged_decode_kernel, arguments, constants
 
 

@@ -34,6 +34,14 @@ CONFIGS = {
     "tokens-are-rows, tail apart": DecodeConfig(
         tile=64, num_warps=4, num_stages=3, tokens_are_rows=True, tail_apart=True
     ),
+    "128 registers": DecodeConfig(
+        tile=64,
+        num_warps=4,
+        num_stages=3,
+        tokens_are_rows=True,
+        tail_apart=False,
+        max_registers=128,
+    ),
 }
 
 
@@ -145,8 +153,8 @@ def test_the_work_list_covers_every_token_once_and_hands_out_what_is_left(device
     generator = torch.Generator().manual_seed(1)
     for max_batch, longest, cut in (
         (8, 100, Cut(even=1, guided=1)),
-        (8, 5000, Cut(even=4, guided=4)),
-        (40, 900, Cut(even=20, guided=10, least=128)),
+        (8, 5000, Cut(even=8, guided=2)),
+        (40, 900, Cut(even=20, guided=5, least=128)),
         (40, 900, Cut(even=20)),
     ):
         contexts = torch.randint(0, longest, (max_batch - 3,), generator=generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,7 @@ class DecodeConfig:
     num_stages: int  # tiles under way
     tokens_are_rows: bool  # scores are K.Q^T (tile x 16), not Q.K^T (16 x tile)
     tail_apart: bool  # the last tile has a loop of its own, so that the others need no masks
+    max_registers: int | None = None
     cut: Cut = Cut(even=4, guided=1.4)  # noqa: RUF009 - it is frozen
 
 
@@ -53,6 +54,8 @@ def choose_config(
         num_stages=2,
         tokens_are_rows=False,
         tail_apart=False,
+        max_registers=128 if head_dim == 128 else None,
+        # A few sequences are cut into as many items as run at once: more cost but combining.
         cut=Cut(even=2 if batch <= _SOME_SEQUENCES else 4),
     )
 
@@ -61,7 +64,8 @@ def invariant_config(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> DecodeConfig:
     """One configuration for all batches: that of large ones, for a program that repeats."""
-    return choose_config(_SOME_SEQUENCES + 1, num_heads, num_kv_heads, head_dim, dtype)
+    config = choose_config(_SOME_SEQUENCES + 1, num_heads, num_kv_heads, head_dim, dtype)
+    return replace(config, max_registers=None)  # 128 would spill
 
 
 def _few_queries_a_head(batch: int) -> DecodeConfig:
@@ -80,6 +84,6 @@ def _few_queries_a_head(batch: int) -> DecodeConfig:
         num_stages=3,
         tokens_are_rows=True,
         tail_apart=False,
-        # As many as run at once: one share each where that is all there is to do.
-        cut=Cut(even=2) if batch <= _FEW_SEQUENCES else Cut(even=2, guided=2, least=256),
+        max_registers=128,
+        cut=Cut(even=2) if batch <= _FEW_SEQUENCES else Cut(even=8, least=256),
     )

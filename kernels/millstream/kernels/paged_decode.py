@@ -68,6 +68,7 @@ class PagedDecode:
             max_context=max_context,
             device=device,
         )
+        self._repeat = fixed is not None
         self._query_shape = (num_heads, head_dim)
         self._cache_shape = (block_size, num_kv_heads, head_dim)
         self._dtype = dtype
@@ -115,6 +116,7 @@ class PagedDecode:
         (num_heads, head_dim), num_kv_heads = self._query_shape, self._cache_shape[1]
         config = self.config
         group = num_heads // num_kv_heads
+        options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         combine_heads = triton.next_power_of_2(group)
         paged_decode_kernel[(self.work.programs_for(self._batch) * num_kv_heads,)](
             query,
@@ -130,7 +132,6 @@ class PagedDecode:
             tables.stride(0),
             head_dim**-0.5 * math.log2(math.e),
             self.work.capacity,
-            self.work.singles_of(self._batch),
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -141,8 +142,10 @@ class PagedDecode:
             TAIL_APART=config.tail_apart,
             COMBINE_HEADS=combine_heads,
             COMBINE_PARTS=combine_parts(config.num_warps, combine_heads),
+            REPEAT=self._repeat,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **options,
             **pdl.options(query.device),
         )
         return out

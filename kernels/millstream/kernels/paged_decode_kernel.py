@@ -221,26 +221,7 @@ def _attend_item(
             )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _first_block_ids(
-    block_tables_ptr: tl.tensor,
-    table_stride: tl.tensor,
-    row: tl.tensor,
-    slot: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """block_ids of an item's first tile; of the entry behind the list's end, of any slot's."""
-    slot = tl.where(row >= 0, slot, 0)
-    return block_ids(
-        block_tables_ptr + slot.to(tl.int64) * table_stride,
-        tl.where(row >= 0, start, 0), tl.where(row >= 0, end, 0), BLOCK, TILE,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["capacity", "singles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["capacity"])  # type: ignore[untyped-decorator]
 def paged_decode_kernel(
     query_ptr: tl.tensor,
     key_cache_ptr: tl.tensor,
@@ -255,7 +236,6 @@ def paged_decode_kernel(
     table_stride: tl.tensor,
     scale: tl.tensor,
     capacity: tl.tensor,
-    singles: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -266,33 +246,45 @@ def paged_decode_kernel(
     TAIL_APART: tl.constexpr,
     COMBINE_HEADS: tl.constexpr,
     COMBINE_PARTS: tl.constexpr,
+    REPEAT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The items of the list, for each KV head; `scale` turns scores into powers of two.
+    """One program for each (item, KV head); `scale` turns scores into powers of two.
 
-    The first `singles` programs of a KV head take one item each, the others the rest in turn.
+    REPEAT: fewer programs than items; those of a KV head take the items in turn.
     """
     launch_dependents(PDL)
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    step = tl.where(item < singles, capacity, tl.num_programs(0) // NUM_KV_HEADS - singles)
-    # Before the wait: the list and the block tables, complete since begin_step (work_list).
-    row, slot, start, end, count, first, part = _load_item(items_ptr, item)
-    next_ids = _first_block_ids(block_tables_ptr, table_stride, row, slot, start, end, BLOCK, TILE)
-    wait(PDL)
-    while row >= 0:
+    if REPEAT:
+        wait(PDL)
+        step = tl.num_programs(0) // NUM_KV_HEADS
+        while item < capacity:
+            row, slot, start, end, count, first, part = _load_item(items_ptr, item)
+            item = tl.where(row < 0, capacity, item + step)  # behind the list's end: no more
+            if row >= 0:
+                table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
+                next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
+                _attend_item(
+                    query_ptr, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr, next_ids,
+                    arrivals_ptr, partial_ptr, maximum_ptr, total_ptr, kv_head, row, start, end,
+                    count, first, part, scale,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK, TILE, NUM_STAGES, TOKENS_ARE_ROWS,
+                    TAIL_APART, COMBINE_HEADS, COMBINE_PARTS,
+                )  # fmt: skip
+    else:
+        # Before the wait: the list and the block tables, complete since begin_step (work_list).
+        row, slot, start, end, count, first, part = _load_item(items_ptr, item)
+        if row < 0:
+            wait(PDL)
+            return
+        table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
+        next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
+        wait(PDL)
         _attend_item(
-            query_ptr, key_cache_ptr, value_cache_ptr, out_ptr,
-            block_tables_ptr + slot.to(tl.int64) * table_stride, next_ids, arrivals_ptr,
+            query_ptr, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr, next_ids, arrivals_ptr,
             partial_ptr, maximum_ptr, total_ptr, kv_head, row, start, end, count, first, part,
             scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK, TILE, NUM_STAGES, TOKENS_ARE_ROWS, TAIL_APART,
             COMBINE_HEADS, COMBINE_PARTS,
         )  # fmt: skip
-        item += step
-        row = -1
-        if item < capacity:
-            row, slot, start, end, count, first, part = _load_item(items_ptr, item)
-            next_ids = _first_block_ids(
-                block_tables_ptr, table_stride, row, slot, start, end, BLOCK, TILE
-            )

@@ -7,8 +7,9 @@ The longest sequence is cut first. A sequence's shares are alike, and small enou
 many programs could have one out of its tokens and all shorter ones'. So most sequences are whole,
 the last ones to be taken are cut the finest, and multiprocessors, which take items in the list's
 order, end together whatever the number of sequences. (Guided self-scheduling: Polychronopoulos and
-Kuck, 1987.) All layers of a step read the same list. A CUDA graph's grid serves any lengths: a
-program for each sequence takes one item, and so many as run at once share what more there is.
+Kuck, 1987.) All layers of a step read the same list. Its size is bounded by the number of sequences
+and programs, so that a CUDA graph's grid serves any lengths: where a list would not fit, the shares
+are even. It is kept short, since a program without an item costs time, too.
 
 How a sequence is cut decides how its attention is rounded. With a FixedCut each is cut by its own
 length alone, whatever the others are.
@@ -31,10 +32,7 @@ from millstream.kernels.pdl import launch_dependents, wait
 ROW, SLOT, START, END, COUNT, FIRST, PART, FIELDS = (tl.constexpr(i) for i in range(8))
 
 _MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernels
-# Items for each guided program that a list has room for: lengths that are alike or drawn at random
-# make up to four, lengths of which each is half of the one before up to five.
-_GUIDED_ITEMS = 8
-_PROGRAMS_AT_ONCE = 2  # of a multiprocessor: fewer than run there with small tiles
+_FIXED_PROGRAMS = 4  # of a multiprocessor, that repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +122,7 @@ def _build_work_list_kernel(
         num_items = tl.sum(tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0), axis=0)
         most = tl.cdiv(tl.sum(lens.to(tl.int64), axis=0), even).to(tl.int32)
         most = tl.maximum(tl.cdiv(most, TILE), 1) * TILE
-        shares = tl.where(num_items > capacity, most, shares)
+        shares = tl.where(num_items > batch + even, most, shares)
     # A sequence of no tokens (padding) has an item, too: its output is zeros.
     parts = tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0)
     largest = tl.minimum(lens, shares)
@@ -183,17 +181,16 @@ class WorkList:
         self.max_batch = max_batch
         self._tile = tile
         self._cut = cut
-        self._at_once: int = triton.cdiv(_PROGRAMS_AT_ONCE * num_multiprocessors, num_kv_heads)
+        per_head = num_multiprocessors / num_kv_heads
         if isinstance(cut, FixedCut):
             if cut.share % tile:
                 raise ValueError(f"shares of {cut.share} tokens, tiles of {tile}")
-            self._even = self._guided = 0
+            self._even, self._guided = math.ceil(per_head * _FIXED_PROGRAMS), 0
             self.capacity = max_batch * self._most_parts(cut, max_context)
         else:
-            per_head = num_multiprocessors / num_kv_heads
             self._even, self._guided = (math.ceil(per_head * n) for n in (cut.even, cut.guided))
             # Cut evenly, each sequence has a rest beside its part of the even shares.
-            self.capacity = max_batch + self._even + _GUIDED_ITEMS * self._guided
+            self.capacity = max_batch + self._even
         self.items = torch.full((self.capacity, FIELDS.value), -1, dtype=torch.int32, device=device)
         self._shares = torch.empty(max_batch, dtype=torch.int32, device=device)
 
@@ -204,15 +201,12 @@ class WorkList:
         return min(parts, cut.most_parts)
 
     def programs_for(self, batch: int) -> int:
-        """Programs a KV head that go through the items of `batch` sequences."""
+        """Programs a KV head that go through the items of `batch` sequences: as many as there can
+        be items, but where fixed shares may be many, each takes every so manyth item."""
         if isinstance(self._cut, Cut):
-            return batch + min(self._at_once, self.capacity - self.max_batch)
+            return batch + self._even
         items = batch * (self.capacity // self.max_batch)
-        return min(items, max(2 * batch, 2 * self._at_once))
-
-    def singles_of(self, batch: int) -> int:
-        """How many of these, from the first, take one item each; the others share the rest."""
-        return batch if isinstance(self._cut, Cut) else 0
+        return min(items, max(2 * batch, self._even))
 
     def build(self, slots: torch.Tensor, context_lens: torch.Tensor) -> None:
         """slots: [B] int32 or int64; context_lens: [B] int32, contiguous. Raises ValueError."""
