@@ -19,7 +19,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from millstream.engine.config import EngineConfig
-from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
+from millstream.engine.grammars.errors import GrammarError, GrammarsFullError, VocabularyError
 from millstream.engine.instant_runner import made_up_result, note_logprobs
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import GrammarSpec

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from millstream.engine.attention import KVCache, allocate_kv_cache
+from millstream.engine.backends.torch_ops import TorchOps
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.model_config import ModelConfig, load_model_config
+from millstream.engine.model_files.model_config import ModelConfig, load_model_config
 from millstream.engine.models import DecoderModel, build_model
-from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import load_weights
 
 CPU = torch.device("cpu")

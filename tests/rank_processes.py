@@ -25,7 +25,7 @@ def descendants(pid: int) -> list[int]:
 
 def rank_pids(pid: int) -> list[int]:
     """The rank processes below one, in the order of their ranks."""
-    return sorted(each for each in descendants(pid) if _runs(each, b"rank_process"))
+    return sorted(each for each in descendants(pid) if _runs(each, b"engine.ranks.process"))
 
 
 def wait_for_ranks(pid: int, count: int, within_s: float = 30) -> list[int]:

@@ -50,7 +50,8 @@ def test_the_front_end_does_not_import_torch() -> None:
     """Nor what the first request with a stop string brings."""
     code = (
         "import sys, millstream.engine.__main__\n"
-        "from millstream.engine import load, service, servicer, vllm_dialect\n"
+        "from millstream.engine import load, service, vllm_dialect\n"
+        "from millstream.engine.frontend import servicer\n"
         "vllm_dialect.find_dialect()\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))"

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from millstream.engine.collectives import GlooGroup
 from millstream.engine.config import EngineConfig
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
-from millstream.engine.plan_codec import PlanDecoder, PlanEncoder
+from millstream.engine.ranks.collectives import GlooGroup
+from millstream.engine.ranks.plan_codec import PlanDecoder, PlanEncoder
+from millstream.engine.ranks.shard_sampling import RowNeeds
 from millstream.engine.runner import ModelRunner
-from millstream.engine.shard_sampling import RowNeeds
 
 
 class ThreadedRanks:

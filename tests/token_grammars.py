@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millstream.engine.grammars.token_masks import Grammar, Words
 from millstream.engine.request import GrammarSpec
-from millstream.engine.token_masks import Grammar, Words
 
 
 class Counting:

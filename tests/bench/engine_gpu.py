@@ -26,8 +26,8 @@ from tests.bench.graph_timing import graph_time
 
 from millstream.client.workload import Workload
 from millstream.engine import LLM, SamplingParams
-from millstream.engine.model_config import ModelConfig
-from millstream.engine.shapes import named_shape
+from millstream.engine.model_files.model_config import ModelConfig
+from millstream.engine.model_files.shapes import named_shape
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ import sys
 import time
 
 from millstream.engine.plan import Chunk, Plan, SlotStart
-from millstream.engine.plan_codec import PlanDecoder, PlanEncoder
+from millstream.engine.ranks.plan_codec import PlanDecoder, PlanEncoder
+from millstream.engine.ranks.ring import RingFiles, RingReader, RingWriter
 from millstream.engine.request import Sampling
-from millstream.engine.ring import RingFiles, RingReader, RingWriter
 
 SPIN_S = 0.05
 CAPACITY = 1 << 17

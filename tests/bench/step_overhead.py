@@ -20,8 +20,8 @@ from millstream.engine.core import EngineCore
 from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import Request, Sampling
-from millstream.engine.results import CpuResults
 from millstream.engine.slots import SlotTable
+from millstream.engine.stepping.results import CpuResults
 
 
 class StubGraph:

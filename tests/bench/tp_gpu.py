@@ -103,7 +103,7 @@ def sums(ranks: int) -> None:
     """Starts the ranks and is rank 0."""
     import socket
 
-    from millstream.engine.collectives import open_store
+    from millstream.engine.ranks.collectives import open_store
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -127,7 +127,7 @@ def sums_rank(ranks: int, rank: int, store: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from millstream.engine.collectives import make_group
+    from millstream.engine.ranks.collectives import make_group
 
     group: Any = make_group("cuda", rank, ranks, lambda: store)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -450,7 +450,7 @@ def main() -> None:
         case "sums":
             sums(arguments.ranks)
         case "sums_rank":
-            from millstream.engine.collectives import enter_store
+            from millstream.engine.ranks.collectives import enter_store
 
             store = enter_store(arguments.port, arguments.ranks)
             sums_rank(arguments.ranks, arguments.rank, store)

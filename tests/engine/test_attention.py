@@ -9,7 +9,7 @@ import torch
 from tests.paged import PagedBatches, PagedSequence
 
 from millstream.engine.attention import TorchAttention, _similar_lengths
-from millstream.engine.model_config import ModelConfig, parse_model_config
+from millstream.engine.model_files.model_config import ModelConfig, parse_model_config
 
 
 def config(num_heads: int, num_kv_heads: int, head_dim: int = 8) -> ModelConfig:

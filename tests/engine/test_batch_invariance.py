@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_triton_ops import add_fake_graphs, load, run
+from tests.engine.backends.test_triton_ops import add_fake_graphs, load, run
 from tests.tiny_models import make_tiny_model
 
 from millstream.engine import LLM, SamplingParams

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from millstream.engine.block_pool import BlockPool
-from millstream.engine.prefix import BlockName, BlockRemoved, BlockStored, extend_names
+from millstream.engine.scheduling.prefix import BlockName, BlockRemoved, BlockStored, extend_names
 
 
 def chain(token_ids: list[int], salt: str = "", block_size: int = 4) -> list[BlockName]:

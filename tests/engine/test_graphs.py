@@ -16,8 +16,8 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.core_process import Commands, next_command
 from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
-from millstream.engine.layout import BatchLayout
 from millstream.engine.records import AskStats
+from millstream.engine.stepping.batch_layout import BatchLayout
 
 CPU = torch.device("cpu")
 

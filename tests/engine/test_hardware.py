@@ -18,7 +18,7 @@ from millstream.engine.hardware import (
     num_kv_blocks,
     resolve,
 )
-from millstream.engine.shapes import named_shape
+from millstream.engine.model_files.shapes import named_shape
 
 GIB = 1 << 30
 MODEL = named_shape("qwen3-0.6b")

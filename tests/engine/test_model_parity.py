@@ -15,7 +15,7 @@ from tests.tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from millstream.engine.attention import allocate_kv_cache, bytes_per_block
-from millstream.engine.model_config import load_model_config
+from millstream.engine.model_files.model_config import load_model_config
 
 # transformers 5.24 calls it `cache`; 5.17 does not know that name.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")

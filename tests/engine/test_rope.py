@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.model_config import parse_model_config
+from millstream.engine.model_files.model_config import parse_model_config
 from millstream.engine.rope import RotaryEmbedding, inverse_frequencies, rotate
 
 HEAD_DIM = 16

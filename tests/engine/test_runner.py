@@ -17,14 +17,14 @@ from millstream.engine.attention import KVCache
 from millstream.engine.batch import ForwardBatch
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
-from millstream.engine.layout import BatchLayout
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.request import Request, Sampling
 from millstream.engine.runner import ModelRunner, create
 from millstream.engine.sampling import SamplingRows
 from millstream.engine.scheduler import Scheduler
 from millstream.engine.slots import SlotTable
-from millstream.engine.startup import warm_up_plan
+from millstream.engine.startup.runner_parts import warm_up_plan
+from millstream.engine.stepping.batch_layout import BatchLayout
 
 CPU = torch.device("cpu")
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4  # of the tiny model, for blocks of 4 tokens

@@ -24,9 +24,10 @@ from tests.tiny_tokenizers import (
 )
 from tests.toy_runner import toy_info, toy_request
 
-from millstream.engine import LLM, SamplingParams, compiled_grammars
-from millstream.engine.grammar import GrammarState, MaskRow
-from millstream.engine.grammar_errors import GrammarError
+from millstream.engine import LLM, SamplingParams
+from millstream.engine.grammars import compiled
+from millstream.engine.grammars.errors import GrammarError
+from millstream.engine.grammars.grammar import GrammarState, MaskRow
 from millstream.engine.plan import Plan, StepResult
 from millstream.engine.request import FinishReason, GrammarKind, GrammarSpec, Sampling
 from millstream.engine.scheduler import Scheduler
@@ -126,7 +127,7 @@ def test_grammars_for_which_there_is_no_room_together(
     spec = GrammarSpec(kind=GrammarKind.REGEX, text=str(params[0].regex))
     size = llm._core.prepare_grammar(spec).result().kept_bytes
     llm._core.forget_grammar(spec)
-    monkeypatch.setattr(compiled_grammars, "_MAX_BYTES", 4 * size)
+    monkeypatch.setattr(compiled, "_MAX_BYTES", 4 * size)
     with pytest.raises(QueueFull, match="together already") as refused:
         llm.generate([PROMPT] * len(params), params, use_tqdm=False)
     assert refused.value.field == "sampling.regex"

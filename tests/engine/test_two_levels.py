@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from millstream.engine.noise import block_noise, philox, token_noise
 from millstream.engine.sampling import SamplingRows, block_masses, draw, vocab_block
+from millstream.engine.stepping.noise import block_noise, philox, token_noise
 
 
 def reference_philox(counter: list[int], key: list[int]) -> list[int]:

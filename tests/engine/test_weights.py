@@ -13,10 +13,10 @@ from tests.paged import CPU, load_model, paged_logits
 from tests.tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
-from millstream.engine.model_config import load_model_config
+from millstream.engine.backends.torch_ops import TorchOps
+from millstream.engine.model_files.model_config import load_model_config
+from millstream.engine.model_files.shapes import named_shape
 from millstream.engine.models import DecoderModel, build_model
-from millstream.engine.shapes import named_shape
-from millstream.engine.torch_ops import TorchOps
 from millstream.engine.weights import WeightError, init_dummy_weights, load_weights
 
 PROMPT = [3, 141, 59, 26, 53]

@@ -10,12 +10,12 @@ from typing import cast
 import pytest
 from tests.toy_runner import ToyRunner, toy_info, toy_request
 
-from millstream.engine import block_watch
-from millstream.engine.block_watch import BlockWatchers
 from millstream.engine.channel import CoreChannel
 from millstream.engine.core import EngineCore
 from millstream.engine.core_process import _obey
-from millstream.engine.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
+from millstream.engine.frontend import block_watch
+from millstream.engine.frontend.block_watch import BlockWatchers
+from millstream.engine.frontend.supervisor import Supervisor
 from millstream.engine.records import (
     BlockEvents,
     CachedBlocks,
@@ -27,7 +27,7 @@ from millstream.engine.records import (
     WatchBlocks,
 )
 from millstream.engine.request import FinishReason
-from millstream.engine.supervisor import Supervisor
+from millstream.engine.scheduling.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
 from millstream.rpc.errors import EngineUnavailable, FellBehind
 
 

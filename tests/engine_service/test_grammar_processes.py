@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[EngineProcess]:
 def checker_pids(core_pid: int) -> list[int]:
     children = Path(f"/proc/{core_pid}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
-    return [p for p in pids if b"grammar_checker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return [p for p in pids if b"grammars.checker" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 async def test_from_a_bad_schema_to_a_killed_core(server: EngineProcess) -> None:

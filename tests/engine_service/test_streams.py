@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from millstream.engine.plan import TokenLogprobs
-from millstream.engine.step_parts import StepPart
-from millstream.engine.streams import (
+from millstream.engine.frontend.step_parts import StepPart
+from millstream.engine.frontend.streams import (
     MAX_ACCEPTED_BYTES,
     MAX_ENDED_UNSENT,
     MAX_VALUES_PER_MESSAGE,
     Stream,
 )
+from millstream.engine.plan import TokenLogprobs
 from millstream.rpc.errors import EngineFault, EngineUnavailable
 from millstream.v1 import engine_pb2
 

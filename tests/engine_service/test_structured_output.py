@@ -12,7 +12,7 @@ from tests.engine_fixtures import engine_fixture, stub_fixture
 from tests.engine_processes import Stream, connect, engine, eventually, submission
 from tests.fake_runners import tokens_after
 
-from millstream.engine.grammar_validation import MAX_GRAMMAR_CHARS
+from millstream.engine.validation.structured_output import MAX_GRAMMAR_CHARS
 from millstream.rpc import errors
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 

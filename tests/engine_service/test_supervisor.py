@@ -16,10 +16,10 @@ from tests.engine_processes import eventually, gone
 from tests.fake_runners import DIE_ID, HANG_ID, tokens_after
 
 from millstream.engine.config import EngineConfig
+from millstream.engine.frontend.supervisor import Supervisor
 from millstream.engine.records import FinishedRecord, StepRecord
 from millstream.engine.request import FinishReason, Request, Sampling
-from millstream.engine.spawn import spawn_core
-from millstream.engine.supervisor import Supervisor
+from millstream.engine.startup.spawn import spawn_core
 from millstream.rpc.errors import EngineUnavailable
 from millstream.rpc.server import StartError
 

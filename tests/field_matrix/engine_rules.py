@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from tests.field_matrix.values import Json, Rule, anything, each, shorter_than, within
 
-from millstream.engine.grammar_validation import MAX_GRAMMAR_CHARS
-from millstream.engine.validation import MAX_NAME_LENGTH
+from millstream.engine.validation.structured_output import MAX_GRAMMAR_CHARS
+from millstream.engine.validation.submissions import MAX_NAME_LENGTH
 from millstream.rpc.errors import (
     DeadlineExceeded,
     DuplicateHandle,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millstream.engine import sampling
-from millstream.engine.noise import block_noise, token_noise
+from millstream.engine.stepping.noise import block_noise, token_noise
 from millstream.kernels.sample import sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

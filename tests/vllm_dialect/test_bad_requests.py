@@ -26,7 +26,7 @@ from tests.field_matrix.values import (
 from tests.vllm_dialect.calls import complete
 from tests.vllm_dialect.conftest import MAX_MODEL_LEN
 
-from millstream.engine.validation import MAX_NAME_LENGTH
+from millstream.engine.validation.submissions import MAX_NAME_LENGTH
 from millstream.rpc.errors import (
     CursorExpired,
     InvalidArgument,

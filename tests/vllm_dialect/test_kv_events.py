@@ -15,7 +15,7 @@ from tests.engine_processes import EngineProcess, connect, engine, eventually
 from tests.fake_runners import BLOCK_SIZE
 from tests.vllm_dialect.calls import complete
 
-from millstream.engine.prefix import BlockName, BlockRemoved, BlockStored, extend_names
+from millstream.engine.scheduling.prefix import BlockName, BlockRemoved, BlockStored, extend_names
 from millstream.engine.vllm_dialect import kv_events
 from millstream.engine.vllm_dialect.kv_events import Batches, block_hash
 from millstream.v1 import engine_pb2

@@ -13,7 +13,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # Only what the core process is started with; the rest is imported while it starts.
 from millstream.engine import config as engine_config
 from millstream.engine.config import EngineConfig
-from millstream.engine.spawn import SpawnedCore, spawn_core
+from millstream.engine.startup.spawn import SpawnedCore, spawn_core
 from millstream.rpc.flags import add_server_arguments, server_config
 from millstream.rpc.logs import configure_logging
 from millstream.rpc.parsing import HelpFormatter, Parser
@@ -41,8 +41,8 @@ def _serving(
     config: EngineConfig, core: SpawnedCore, server: ServerConfig
 ) -> Callable[[], Coroutine[Any, Any, int]]:
     """What the event loop is to run. Imports it first: a loop would not heed a Ctrl-C meanwhile."""
+    from millstream.engine.frontend.servicer import DIALECT
     from millstream.engine.service import EngineService
-    from millstream.engine.servicer import DIALECT
     from millstream.engine.vllm_dialect import find_dialect
     from millstream.rpc.server import run_service
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.model_config import ModelConfig
+from millstream.engine.model_files.model_config import ModelConfig
 
 # Padding contexts up to so many tokens costs less than another group of them.
 _SHORT_TOKENS = 128

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from millstream.engine.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
+from millstream.engine.scheduling.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
 
 
 class BlockPool:

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from millstream.engine.graphs import Graph, Kind, Record, kind_of
-from millstream.engine.layout import (
+from millstream.engine.model_files.model_config import ModelConfig
+from millstream.engine.plan import Plan
+from millstream.engine.stepping.batch_layout import (
     BatchLayout,
     Bucket,
     HostLayout,
     layout_of,
     padded_arrays,
 )
-from millstream.engine.model_config import ModelConfig
-from millstream.engine.plan import Plan
 
 MAX_CHUNKS = 32  # a step of as many or more runs without a graph
 _FEWEST_TOKENS = 64  # more than chunks: rows that sample are then never all rows

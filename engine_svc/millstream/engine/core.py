@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from millstream.engine.plan import PreparesAhead, Runner
-from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, GrammarSpec, Request
 from millstream.engine.scheduler import Scheduler
+from millstream.engine.scheduling.prefix import BlockEvent, BlockName
 
 
 class EngineCore:

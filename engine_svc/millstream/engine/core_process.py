@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from millstream.engine.channel import CoreChannel
-from millstream.engine.child_process import CLEAR_ERRORS, explain, named, outlive_nobody
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
-from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
+from millstream.engine.grammars.errors import GrammarError, GrammarsFullError, VocabularyError
 from millstream.engine.load import load_core
-from millstream.engine.phases import Phases, process_start_s
-from millstream.engine.preload import preload
 from millstream.engine.records import (
     AskStats,
     BlockEvents,
@@ -51,6 +48,9 @@ from millstream.engine.records import (
     WatchBlocks,
 )
 from millstream.engine.request import FinishReason
+from millstream.engine.startup.child_process import CLEAR_ERRORS, explain, named, outlive_nobody
+from millstream.engine.startup.phases import Phases, process_start_s
+from millstream.engine.startup.preload import preload
 from millstream.rpc.logs import configure_logging
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from millstream.engine.layout import BatchLayout, HostLayout
+from millstream.engine.stepping.batch_layout import BatchLayout, HostLayout
 
 
 class Kind(enum.Enum):

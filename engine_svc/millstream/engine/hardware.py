@@ -11,8 +11,8 @@ import torch
 
 from millstream.engine.config import DEVICES, EngineConfig
 from millstream.engine.graphs import batch_sizes
-from millstream.engine.model_config import ModelConfig
-from millstream.engine.rope_config import RopeType
+from millstream.engine.model_files.model_config import ModelConfig
+from millstream.engine.model_files.rope_config import RopeType
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def _triton_problem(hardware: Hardware, model: ModelConfig, block_size: int) -> 
     try:
         import triton
 
-        from millstream.engine.triton_ops import unsupported
+        from millstream.engine.backends.triton_ops import unsupported
     except ImportError as error:
         return f"{error}"
     if hardware.device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -159,7 +159,7 @@ def _flash_problem(dtype: str, block_size: int) -> str:
         return "flash-attn needs dtype bfloat16 or float16, not float32"
     if block_size % 256:
         return f"flash-attn needs a block_size of 256, not {block_size}"
-    from millstream.engine.step_attention import load_flash
+    from millstream.engine.backends.step_attention import load_flash
 
     try:
         load_flash()
@@ -184,7 +184,7 @@ def _check_invariant(
         )
     if dtype == "float32":
         raise LoadError("batch_invariant: needs dtype bfloat16 or float16, not float32")
-    from millstream.engine.triton_ops import not_invariant
+    from millstream.engine.backends.triton_ops import not_invariant
 
     if problem := not_invariant(model, max_tokens):
         raise LoadError(f"batch_invariant: {problem}")

@@ -17,16 +17,16 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from millstream.engine.core import EngineCore
-from millstream.engine.generation_config import sampling_defaults
-from millstream.engine.grammar_errors import GrammarError, GrammarsFullError, VocabularyError
-from millstream.engine.grammar_validation import refusal_of
-from millstream.engine.interrupts import uninterrupted
-from millstream.engine.llm_arguments import Prompt, engine_config, params_list, prompt_list
+from millstream.engine.grammars.errors import GrammarError, GrammarsFullError, VocabularyError
+from millstream.engine.in_process.arguments import Prompt, engine_config, params_list, prompt_list
+from millstream.engine.in_process.interrupts import uninterrupted
 from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
 from millstream.engine.records import FinishedRecord, Stats
 from millstream.engine.request import FinishReason, GrammarSpec, Request
-from millstream.engine.validation import to_requests
+from millstream.engine.validation.generation_config import sampling_defaults
+from millstream.engine.validation.structured_output import refusal_of
+from millstream.engine.validation.submissions import to_requests
 from millstream.rpc.errors import EngineFault, Unsupported
 from millstream.rpc.sampling_params import SamplingParams, to_proto
 from millstream.rpc.values import check_ids, check_text, refusal
@@ -68,7 +68,7 @@ class LLM:
         """Queues a request and returns the key that step() names it by; with n > 1, the first of n
         consecutive keys, one for each sample.
 
-        Raises what validation.to_requests does, for a bad value or field.
+        Raises what submissions.to_requests does, for a bad value or field.
         """
         with self._grammars_kept():
             samples = self._samples(prompt, sampling_params)
@@ -101,7 +101,7 @@ class LLM:
 
         One SamplingParams serves all prompts, a list has one for each. A flat list of ints is one
         prompt. "text" is "" when the model folder has no tokenizer. All prompts are checked before
-        the first is run. Once the engine is broken, raises what broke it (ranks.RankLost).
+        the first is run. Once the engine is broken, raises what broke it (ranks.children.RankLost).
         """
         if self._fault is not None:
             raise self._fault

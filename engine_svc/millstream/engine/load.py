@@ -15,8 +15,8 @@ from pathlib import Path
 from millstream import hub
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
+from millstream.engine.model_files.shapes import SHAPE_NAMES
 from millstream.engine.plan import Runner
-from millstream.engine.shapes import SHAPE_NAMES
 
 _RUNNERS = {
     "model": "millstream.engine.runner:create",
@@ -55,8 +55,8 @@ def _over_ranks(
     config: EngineConfig, model_dir: Path | None, on_lost: Callable[[str], None] | None
 ) -> Runner:
     # By their names, as other runners: the front end, which imports us, has no torch.
-    create_runner = importlib.import_module("millstream.engine.ranks").create_runner
-    watched = importlib.import_module("millstream.engine.watched_runner").watched
+    create_runner = importlib.import_module("millstream.engine.ranks.children").create_runner
+    watched = importlib.import_module("millstream.engine.in_process.watched_runner").watched
     runner: Runner
     if on_lost is not None:
         runner = create_runner(config, model_dir, on_lost)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from torch import Tensor
 
 from millstream.engine.hardware import LoadError
-from millstream.engine.model_config import ModelConfig
+from millstream.engine.model_files.model_config import ModelConfig
 from millstream.engine.sampling import vocab_block
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from millstream.engine.phases import Phase
 from millstream.engine.request import GrammarSpec, Sampling
+from millstream.engine.startup.phases import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Resolved sampling parameters. Ranges are sampling_validation.py's; this type is never out of
+    """Resolved sampling parameters. Ranges are validation/sampling.py's; this type is never out of
     them."""
 
     max_tokens: int  # already clamped to the context limit

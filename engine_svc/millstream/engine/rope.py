@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.rope_config import RopeConfig, RopeType
+from millstream.engine.model_files.rope_config import RopeConfig, RopeType
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

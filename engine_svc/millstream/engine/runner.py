@@ -19,24 +19,24 @@ from typing import Any
 
 import torch
 
-from millstream.engine import startup
 from millstream.engine.attention import KVCache, allocate_kv_cache
 from millstream.engine.chunk_graphs import MOST_GRAPHS
 from millstream.engine.config import EngineConfig
+from millstream.engine.edits.slot_edits import SlotEdits
 from millstream.engine.graphs import CudaGraphRecorder
 from millstream.engine.hardware import LoadError, detect, resolve
+from millstream.engine.model_files.rope_config import RopeType
 from millstream.engine.models import DecoderModel
 from millstream.engine.ops import Ops
 from millstream.engine.parallel import Group
-from millstream.engine.phases import Phases
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
+from millstream.engine.ranks.shard_sampling import ShardSampler
 from millstream.engine.request import GrammarSpec
-from millstream.engine.results import CpuResults, GpuResults
-from millstream.engine.rope_config import RopeType
 from millstream.engine.samplers import RankSampler, Sampler
-from millstream.engine.shard_sampling import ShardSampler
-from millstream.engine.slot_edits import SlotEdits
 from millstream.engine.slots import SlotTable
+from millstream.engine.startup import runner_parts
+from millstream.engine.startup.phases import Phases
+from millstream.engine.stepping.results import CpuResults, GpuResults
 from millstream.engine.steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -57,21 +57,21 @@ class ModelRunner:
         self,
         config: EngineConfig,
         model_dir: Path | None,
-        on_progress: startup.OnProgress | None = None,
+        on_progress: runner_parts.OnProgress | None = None,
         group: Group | None = None,
     ) -> None:
         """Loads the model; raises LoadError (or another ValueError or OSError) with a clear line.
 
         With load_format dummy no folder is needed when config.model names a shape. group: the ranks
-        that hold a part each (ranks.py); it is joined once the weights are loaded.
+        that hold a part each (ranks/children.py); it is joined once the weights are loaded.
         """
         self._phases = Phases()
         self._group = group
-        whole = startup.model_config(config, model_dir)
-        self._model_config = startup.rank_config(whole, group)
-        self._grammars = startup.make_grammars(whole, model_dir, group)
+        whole = runner_parts.model_config(config, model_dir)
+        self._model_config = runner_parts.rank_config(whole, group)
+        self._grammars = runner_parts.make_grammars(whole, model_dir, group)
         self._resolved = resolved = resolve(config, detect(config.device), self._model_config)
-        startup.set_threads(config, resolved, group)
+        runner_parts.set_threads(config, resolved, group)
         # All work of a runner is on one stream, which is not the default one: graphs need that.
         self._stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if resolved.on_gpu:
@@ -81,9 +81,11 @@ class ModelRunner:
             self._stream = torch.cuda.stream(stream)
         self._results = GpuResults(resolved) if resolved.on_gpu else CpuResults()
         self._phases.end("device")
-        ops = startup.make_ops(resolved, self._model_config)
+        ops = runner_parts.make_ops(resolved, self._model_config)
         with torch.inference_mode(), self._stream:
-            model = startup.load_model(config, resolved, whole, ops, model_dir, on_progress, group)
+            model = runner_parts.load_model(
+                config, resolved, whole, ops, model_dir, on_progress, group
+            )
             self._phases.end("weights")
             if group is not None:
                 group.join(whole.hidden_size)
@@ -104,7 +106,7 @@ class ModelRunner:
         self.info = RunnerInfo(
             vocab_size=whole.vocab_size,
             eos_token_ids=self._model_config.eos_token_ids,
-            max_model_len=startup.served_len(config, resolved, num_blocks),
+            max_model_len=runner_parts.served_len(config, resolved, num_blocks),
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             block_size=resolved.block_size,
@@ -189,7 +191,7 @@ class ModelRunner:
         if resolved.cuda_graphs:
             reserved_bytes += self._measure_graphs()
             self._phases.end("trial graphs")
-        num_blocks = startup.cache_blocks(
+        num_blocks = runner_parts.cache_blocks(
             config, resolved, self._model_config, reserved_bytes, self._group
         )
         steps.kv_cache = self._kv_cache(num_blocks)
@@ -197,7 +199,7 @@ class ModelRunner:
         if resolved.cuda_graphs:
             steps.use_graphs(CudaGraphRecorder())
             assert steps.graphs is not None
-            steps.graphs.record(startup.time_limit(_RECORDING_S, self._group))
+            steps.graphs.record(runner_parts.time_limit(_RECORDING_S, self._group))
             self._phases.end("graphs")
         return num_blocks
 
@@ -235,7 +237,7 @@ class ModelRunner:
         return max(taken_bytes, 0) + logits_bytes + num_graphs * _GRAPH_BYTES
 
     def _warm_up_plan(self, num_tokens: int) -> Plan:
-        plan = startup.warm_up_plan(self._resolved, num_tokens)
+        plan = runner_parts.warm_up_plan(self._resolved, num_tokens)
         return plan if self._group is None else replace(plan, whole_rows=True)
 
     def _run(self, plan: Plan) -> None:

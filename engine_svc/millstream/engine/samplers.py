@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from millstream.engine.layout import BatchLayout
 from millstream.engine.ops import SlotOps
+from millstream.engine.ranks.shard_sampling import ShardSampler
 from millstream.engine.sampling import sample
-from millstream.engine.shard_sampling import ShardSampler
 from millstream.engine.slots import SlotTable
+from millstream.engine.stepping.batch_layout import BatchLayout
 
 # Token ids [R] int64 out of whole rows of logits [R, vocab_size].
 Choose = Callable[[Tensor], Tensor]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from millstream.engine.noise import block_noise, token_noise
+from millstream.engine.stepping.noise import block_noise, token_noise
 
 # On the CPU, how many of the likeliest tokens top-p looks at before it sorts a whole row.
 _TOP_P_WIDTH = 256

@@ -28,16 +28,16 @@ from __future__ import annotations
 
 from collections import deque
 
-from millstream.engine.counts import Counts
-from millstream.engine.holdings import Holdings
-from millstream.engine.launched import Launched
 from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult
-from millstream.engine.prefilling import Prefilling
-from millstream.engine.prefix import BlockEvent, BlockName
 from millstream.engine.records import FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
+from millstream.engine.scheduling.counts import Counts
+from millstream.engine.scheduling.holdings import Holdings
+from millstream.engine.scheduling.launched import Launched
+from millstream.engine.scheduling.prefilling import Prefilling
+from millstream.engine.scheduling.prefix import BlockEvent, BlockName
+from millstream.engine.scheduling.waiting import WaitingQueue
 from millstream.engine.sequence import Sequence, Status, never_fits
-from millstream.engine.waiting import WaitingQueue
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

@@ -15,9 +15,9 @@ import enum
 from dataclasses import dataclass, field
 
 from millstream.engine.plan import RunnerInfo, SlotStart
-from millstream.engine.prefix import BlockName, extend_names
 from millstream.engine.records import FinishedRecord
 from millstream.engine.request import FinishReason, Request
+from millstream.engine.scheduling.prefix import BlockName, extend_names
 
 
 def never_fits(info: RunnerInfo, prompt_len: int, max_tokens: int) -> str:

@@ -1,8 +1,8 @@
 """The engine's front end: submissions become requests for the core, its steps become messages.
 
 Life cycle (load, failed, drain, close) as millstream.rpc.server runs it. The RPCs are a dialect's
-business (servicer.py), what a stream holds is streams.py's, what a submission may say
-validation.py's, the core process supervisor.py's.
+business (frontend/servicer.py), what a stream holds is frontend/streams.py's, what a submission may
+say validation/submissions.py's, the core process frontend/supervisor.py's.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pathlib import Path
 
 import grpc
 
-from millstream.engine import wire
-from millstream.engine.admission import Admission
-from millstream.engine.block_watch import BlockWatcher, BlockWatchers
-from millstream.engine.clients import Clients
 from millstream.engine.config import EngineConfig
-from millstream.engine.config_values import ModelConfigError
-from millstream.engine.generation_config import sampling_defaults
-from millstream.engine.intake import Intake
-from millstream.engine.phases import Phase, Phases, process_start_s
+from millstream.engine.frontend import wire
+from millstream.engine.frontend.admission import Admission
+from millstream.engine.frontend.block_watch import BlockWatcher, BlockWatchers
+from millstream.engine.frontend.clients import Clients
+from millstream.engine.frontend.intake import Intake
+from millstream.engine.frontend.stats_log import log_stats
+from millstream.engine.frontend.step_parts import parts_of
+from millstream.engine.frontend.streams import Stream
+from millstream.engine.frontend.supervisor import Supervisor
+from millstream.engine.model_files.config_values import ModelConfigError
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.records import StepRecord
 from millstream.engine.request import FinishReason
-from millstream.engine.spawn import SpawnedCore
-from millstream.engine.stats_log import log_stats
-from millstream.engine.step_parts import parts_of
-from millstream.engine.streams import Stream
-from millstream.engine.supervisor import Supervisor
+from millstream.engine.startup.phases import Phase, Phases, process_start_s
+from millstream.engine.startup.spawn import SpawnedCore
+from millstream.engine.validation.generation_config import sampling_defaults
 from millstream.rpc.errors import EngineUnavailable, Unsupported
 from millstream.rpc.server import StartError
 from millstream.rpc.threads import in_daemon_thread

@@ -18,7 +18,11 @@ import numpy as np
 import torch
 
 from millstream.engine.batch import ForwardBatch
-from millstream.engine.layout import (
+from millstream.engine.edits.slot_edits import is_special
+from millstream.engine.ops import SlotOps, SlotSampling, SlotState
+from millstream.engine.plan import Plan, SlotStart
+from millstream.engine.sampling import ALL_GREEDY, SamplingRows
+from millstream.engine.stepping.batch_layout import (
     BatchLayout,
     Bucket,
     HostLayout,
@@ -26,11 +30,7 @@ from millstream.engine.layout import (
     layout_of,
     padded_arrays,
 )
-from millstream.engine.ops import SlotOps, SlotSampling, SlotState
-from millstream.engine.plan import Plan, SlotStart
-from millstream.engine.sampling import ALL_GREEDY, SamplingRows
-from millstream.engine.slot_edits import is_special
-from millstream.engine.uploads import Ints, Uploader
+from millstream.engine.stepping.uploads import Ints, Uploader
 
 # Rows of the parameter tables; a column is a slot.
 _PROMPT_LEN, _SEED, _TOP_K = range(3)

@@ -17,17 +17,17 @@ import torch
 
 from millstream.engine.attention import KVCache
 from millstream.engine.chunk_graphs import ChunkGraphs, most_tokens
+from millstream.engine.edits.slot_edits import SlotEdits
 from millstream.engine.graphs import DecodeGraphs, Kind, Record, kind_of
 from millstream.engine.hardware import ResolvedConfig
-from millstream.engine.layout import BatchLayout
-from millstream.engine.logprobs import StepScores
 from millstream.engine.models import DecoderModel, Hidden
 from millstream.engine.ops import Ops
 from millstream.engine.plan import Plan
 from millstream.engine.samplers import Sampler
-from millstream.engine.slot_edits import SlotEdits
 from millstream.engine.slots import SlotTable
-from millstream.engine.uploads import Ints
+from millstream.engine.stepping.batch_layout import BatchLayout
+from millstream.engine.stepping.logprobs import StepScores
+from millstream.engine.stepping.uploads import Ints
 
 
 class Sampled(NamedTuple):

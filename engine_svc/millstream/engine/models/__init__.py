@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from millstream.engine.model_config import ModelConfig
+from millstream.engine.model_files.model_config import ModelConfig
 from millstream.engine.models.decoder import DecoderModel, Hidden
 from millstream.engine.ops import Ops
 from millstream.engine.parallel import Group, share_of

@@ -14,7 +14,7 @@ from typing import assert_never
 
 from smg_grpc_proto.generated import common_pb2 as common
 
-from millstream.engine.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
+from millstream.engine.scheduling.prefix import BlockEvent, BlockName, BlockRemoved, BlockStored
 
 EVENTS_PER_BATCH = 1024
 

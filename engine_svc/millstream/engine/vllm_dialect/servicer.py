@@ -20,10 +20,10 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from millstream.engine.clients import api_key
+from millstream.engine.frontend.clients import api_key
+from millstream.engine.frontend.streams import Stream
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.service import Dialect, EngineService
-from millstream.engine.streams import Stream
 from millstream.engine.vllm_dialect.describe import LoadReports, model_info, server_info
 from millstream.engine.vllm_dialect.generation import Generation
 from millstream.engine.vllm_dialect.kv_events import Batches

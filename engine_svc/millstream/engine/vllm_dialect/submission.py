@@ -3,7 +3,7 @@
 Every field is either translated, or has nothing to say about token ids, or is refused by its name.
 A plain proto number that is unset is 0: off for top_k and the like; for top_p and
 repetition_penalty, of which 0 is no value, it is unset. Values are checked where all are, by
-validation.py.
+validation/submissions.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from millstream.engine.checks import invalid
+from millstream.engine.validation.checks import invalid
 from millstream.rpc.errors import InvalidArgument, MillstreamError, Unsupported
 from millstream.rpc.sampling_params import MAX_STOP_CHARS
 from millstream.rpc.values import UINT64_MAX

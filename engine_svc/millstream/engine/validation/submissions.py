@@ -1,0 +1,98 @@
+"""The one place where a submission becomes a Request: all checks and defaults of engine.proto.
+
+Both the gRPC front end and the in-process LLM come through here, so what the scheduler gets is
+never out of range. Errors name the bad field by its proto path ("sampling.top_p", "token_ids").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millstream.engine.plan import RunnerInfo
+from millstream.engine.request import Request
+from millstream.engine.validation.checks import check_vocabulary, invalid
+from millstream.engine.validation.sampling import check_scalars, resolve_sampling, resolved_sampling
+from millstream.rpc.errors import InvalidArgument, PromptTooLong
+from millstream.v1 import engine_pb2
+
+MAX_NAME_LENGTH = 1024  # of request_id and cache_salt, in characters
+_NO_DEFAULTS = engine_pb2.SamplingParams()
+
+
+def to_requests(
+    submission: engine_pb2.Submission,
+    *,
+    key: int,
+    info: RunnerInfo,
+    random_seed: int,
+    defaults: engine_pb2.SamplingParams = _NO_DEFAULTS,
+    client: int = 0,
+) -> list[Request]:
+    """The submission as the scheduler takes it: a request for each sample, with consecutive keys
+    and seeds. `random_seed` (64 bits) serves if it sets no seed, `defaults` for the fields of
+    sampling that it does not set; the documented defaults come last.
+
+    Raises InvalidArgument (a bad value), Unsupported (a field the engine does not do yet),
+    PromptTooLong (no room for output within max_model_len) or NeverFits (larger than the KV pool).
+    """
+    num_samples = check_samples(submission)
+    if submission.HasField("timeout_ms") and submission.timeout_ms == 0:
+        raise invalid("timeout_ms", "at least 1", 0)
+    for field in ("request_id", "cache_salt"):
+        length = len(getattr(submission, field))
+        if length > MAX_NAME_LENGTH:
+            raise invalid(field, f"at most {MAX_NAME_LENGTH} characters", length)
+    token_ids = list(submission.token_ids)
+    _check_prompt(token_ids, info)
+    params = engine_pb2.SamplingParams()
+    params.MergeFrom(defaults)
+    params.MergeFrom(submission.sampling)  # a field that is set here wins
+    sampling = resolve_sampling(
+        params, prompt_tokens=len(token_ids), info=info, random_seed=random_seed
+    )
+    first = Request(
+        key=key,
+        token_ids=token_ids,
+        sampling=sampling,
+        request_id=submission.request_id,
+        cache_salt=submission.cache_salt,
+        priority=submission.priority,
+        client=client,
+    )
+    return [first, *(_sample(first, index) for index in range(1, num_samples))]
+
+
+def check_samples(submission: engine_pb2.Submission) -> int:
+    """How many samples it asks for. Raises InvalidArgument."""
+    sampling = submission.sampling
+    if not sampling.HasField("n"):
+        return 1
+    check_scalars(engine_pb2.SamplingParams(n=sampling.n))
+    if submission.handle + sampling.n > 1 << 32:
+        wanted = f"{sampling.n} samples take consecutive handles below 2**32"
+        raise invalid("handle", wanted, submission.handle)
+    return sampling.n
+
+
+def _sample(first: Request, index: int) -> Request:
+    """Another sample of the same prompt. The prompt's log probabilities come with the first."""
+    seed = (first.sampling.seed + index) % (1 << 64)
+    sampling = replace(first.sampling, seed=seed, prompt_logprobs=None)
+    return replace(first, key=first.key + index, sampling=sampling)
+
+
+def resolved_proto(request: Request) -> engine_pb2.SamplingParams:
+    """The request's parameters with every default filled in, as Accepted tells them."""
+    return resolved_sampling(request.sampling)
+
+
+def _check_prompt(token_ids: list[int], info: RunnerInfo) -> None:
+    if not token_ids:
+        raise InvalidArgument("token_ids: at least one id, not an empty prompt", field="token_ids")
+    if len(token_ids) >= info.max_model_len:
+        raise PromptTooLong(
+            f"token_ids: {len(token_ids)} ids leave no room for output: prompt and output together "
+            f"have at most {info.max_model_len} tokens (max_model_len)",
+            field="token_ids",
+        )
+    check_vocabulary("token_ids", token_ids, info)

@@ -1,0 +1,363 @@
+"""Grammars alone: masks, walks, refusals, and what hostile ones may cost."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tests.tiny_tokenizers import (
+    BYTE_VOCAB_SIZE,
+    ENDOFTEXT_ID,
+    IM_END_ID,
+    byte_ids,
+    byte_tokenizer,
+    make_byte_tokenizer,
+    make_spm_tokenizer,
+    spm_ids,
+    spm_tokenizer,
+)
+
+from millstream.engine.grammars.checker import CPU_LIMIT_S, KEPT_LIMIT_BYTES, GrammarChecker
+from millstream.engine.grammars.errors import GrammarError, VocabularyError
+from millstream.engine.grammars.grammar import (
+    GrammarState,
+    ParallelFill,
+    compile_grammar,
+    load_vocabulary,
+)
+from millstream.engine.request import GrammarKind, GrammarSpec
+
+VOCAB_SIZE = BYTE_VOCAB_SIZE + 60  # a model's rows: padded past its tokenizer, not to a whole word
+EOS = (ENDOFTEXT_ID, IM_END_ID)
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", "日本"]}, "maxItems": 3},
+        "kind": {"anyOf": [{"const": None}, {"type": "boolean"}]},
+        "at": {"$ref": "#/$defs/point"},
+    },
+    "required": ["name", "age", "tags", "kind", "at"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_byte_tokenizer(tmp_path_factory.mktemp("bytes")) / "tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer_file: Path) -> Any:
+    return load_vocabulary(tokenizer_file, VOCAB_SIZE, EOS)
+
+
+def spec(kind: str, value: object) -> GrammarSpec:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return GrammarSpec(kind=GrammarKind[kind.upper()], text=text)
+
+
+def allowed(state: GrammarState) -> set[int]:
+    row = np.full(-(-VOCAB_SIZE // 32), -1, dtype=np.int32)  # what was there does not matter
+    state.fill(row)
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def accept_text(state: GrammarState, text: str) -> None:
+    for token_id in byte_ids(text):
+        assert token_id in allowed(state), text
+        state.accept(token_id)
+
+
+def start(vocabulary: Any, kind: str, value: object) -> GrammarState:
+    return compile_grammar(vocabulary, spec(kind, value)).start()
+
+
+# ---- what may come next
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "texts"),
+    [
+        ("regex", "a|bc", {"a", "bc"}),
+        ("regex", "", {""}),
+        ("regex", "a{0,2}", {"", "a", "aa"}),
+        ("regex", "[é日]", {"é", "日"}),
+        ("choice", ["ab", "a", "abc"], {"a", "ab", "abc"}),
+        ("choice", ["", "x"], {"", "x"}),
+        ("choice", [".*", "\\", '"q"\n\t', "\x7f\u2028", "😀"], None),
+        ("choice", ["twice", "twice"], {"twice"}),
+        ("json_schema", {"enum": ["é", 1, None, {"a": [1]}]}, {'"é"', "1", "null", '{"a":[1]}'}),
+        ("json_schema", {"items": {"const": 1}, "type": "array", "maxItems": 1}, {"[]", "[1]"}),
+        ("grammar", 'start: "a" b\nb: "x" | "y"', {"ax", "ay"}),
+        ("grammar", 'root ::= "a" b\nb ::= "x" | [yz]', {"ax", "ay", "az"}),
+    ],
+)  # fmt: skip
+def test_just_these_texts(vocabulary: Any, kind: str, value: Any, texts: set[str] | None) -> None:
+    compiled = compile_grammar(vocabulary, spec(kind, value))
+    found: set[bytes] = set()
+    byte_of = {token_id: byte for byte, token_id in enumerate(byte_ids(bytes(range(256))))}
+
+    def walk(state_of: list[int]) -> None:
+        state = compiled.start()
+        for token_id in state_of:
+            state.accept(token_id)
+        assert not state.is_done
+        for token_id in allowed(state):
+            if token_id in EOS:
+                found.add(bytes(byte_of[i] for i in state_of))
+            else:
+                walk([*state_of, token_id])
+
+    walk([])
+    assert found == {text.encode() for text in (texts if texts is not None else value)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_walks_validate(vocabulary: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    tokenizer = byte_tokenizer()
+    state = start(vocabulary, "json_schema", SCHEMA)
+    token_ids: list[int] = []
+    while not state.is_done:
+        token_ids.append(rng.choice(sorted(allowed(state))))
+        state.accept(token_ids[-1])
+    assert token_ids[-1] in EOS
+    text = tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) or (
+        "\\" in text  # an escape has several spellings
+    )
+
+
+def test_ids_past_the_tokenizer_and_special_ones_are_never_allowed(vocabulary: Any) -> None:
+    state = start(vocabulary, "regex", r"(?s:.*)")
+    assert allowed(state) <= {*byte_ids(bytes(range(256))), *EOS, BYTE_VOCAB_SIZE - 1}
+    assert not allowed(state) & {257, *range(BYTE_VOCAB_SIZE, VOCAB_SIZE + 32)}
+
+
+def test_end_ids_come_only_where_the_text_may_end(vocabulary: Any) -> None:
+    state = start(vocabulary, "regex", "ab?")
+    assert allowed(state) == set(byte_ids("a"))
+    state.accept(byte_ids("a")[0])
+    assert allowed(state) == {*byte_ids("b"), *EOS}
+    state.accept(byte_ids("b")[0])
+    assert allowed(state) == set(EOS)
+    assert not state.is_done
+    state.accept(EOS[1])
+    assert state.is_done
+
+
+def test_walks_are_independent(vocabulary: Any) -> None:
+    compiled = compile_grammar(vocabulary, spec("regex", "a+b"))
+    first, second = compiled.start(), compiled.start()
+    accept_text(first, "aab")
+    assert allowed(second) == set(byte_ids("a"))
+    assert allowed(first) == set(EOS)
+
+
+def test_rows_filled_together_are_those_filled_alone(vocabulary: Any) -> None:
+    compiled = [compile_grammar(vocabulary, spec("regex", f"[a-{end}]{{3}}")) for end in "bcdefg"]
+    states, alone = ([each.start() for each in compiled] for _ in range(2))
+    fill = ParallelFill(2)
+    for step in range(3):
+        fill.fill_ahead(states)
+        for state, single in zip(states, alone, strict=True):
+            assert allowed(state) == allowed(single)
+            token_id = min(allowed(single))
+            state.accept(token_id)
+            single.accept(token_id)
+            assert allowed(state) == allowed(single), f"what was filled ahead is old, step {step}"
+    with pytest.raises(GrammarError):
+        states[0].accept(byte_ids("z")[0])
+    fill.fill_ahead(states)
+    with pytest.raises(GrammarError):
+        allowed(states[0])
+    assert allowed(states[1]) == set(EOS)
+
+
+def test_a_token_that_is_not_allowed_is_an_error(vocabulary: Any) -> None:
+    state = start(vocabulary, "regex", "ab")
+    with pytest.raises(GrammarError, match="satisfy"):
+        state.accept(byte_ids("b")[0])
+    with pytest.raises(GrammarError):  # and not a mask of EOS ids, as if it were complete
+        allowed(state)
+
+
+def test_whitespace_only_where_the_schema_asks(vocabulary: Any) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    state = start(vocabulary, "json_schema", schema)
+    accept_text(state, "[1")
+    assert not allowed(state) & set(byte_ids(" \n\t"))
+    flexible = start(
+        vocabulary, "json_schema", {**schema, "x-guidance": {"whitespace_flexible": True}}
+    )
+    accept_text(flexible, "[ 1 ,\n2]")
+
+
+def test_json_object_is_any_object(vocabulary: Any) -> None:
+    accept_text(start(vocabulary, "json_object", ""), '{"a":[1,{"b":null}],"é":"\\n"}')
+    assert allowed(start(vocabulary, "json_object", "")) == set(byte_ids("{"))
+
+
+def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    tokenizer = spm_tokenizer()
+    file = make_spm_tokenizer(tmp_path) / "tokenizer.json"
+    vocabulary = load_vocabulary(file, tokenizer.get_vocab_size(), (2,))
+    state = compile_grammar(vocabulary, spec("choice", [" Hello 世ß", "ab"])).start()
+    row = np.zeros(-(-tokenizer.get_vocab_size() // 32), dtype=np.int32)
+    pieces = [tokenizer.token_to_id(piece) for piece in ("▁Hello", "▁", "世")]
+    for token_id in [*pieces, *spm_ids("ß"), 2]:
+        state.fill(row)
+        assert row[token_id // 32] >> (token_id % 32) & 1
+        state.accept(token_id)
+    assert state.is_done
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("json_schema", "{bad", "line 1"),
+        ("json_schema", "[]", "object"),
+        ("json_schema", {"type": "strng"}, "strng"),
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"not": {"type": "string"}}, "not"),
+        ("json_schema", {"if": {}, "then": {}}, "if"),
+        ("json_schema", {"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf"),
+        ("json_schema", {"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ("json_schema", {"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ("json_schema", {"type": "array", "contains": {"const": 1}}, "contains"),
+        ("json_schema", {"type": "string", "format": "nope"}, "nope"),
+        ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+        ("json_schema", {"enum": []}, "Unsatisfiable"),
+        ("json_schema", {"$ref": "#/$defs/a"}, "does not exist"),
+        ("json_schema", {"$ref": "http://example.com/x.json"}, "not"),
+        ("json_schema", {"uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
+        # Recursion without an end, and without a step.
+        ("json_schema", {"$ref": "#"}, "no text"),
+        ("json_schema", {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "required": ["n"],
+            "properties": {"n": {"$ref": "#/$defs/n"}}}}}, "Too many items"),
+        ("regex", "(a", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("regex", "(" * 5000 + ")" * 5000, "nest"),
+        ("grammar", "", "root"),
+        ("grammar", "start: foo", "foo"),
+        ("grammar", "start: start", "no text"),
+        ("grammar", 'start: "a" %json {"uniqueItems": true}', "uniqueItems"),
+        ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "recursion"),
+    ],
+)  # fmt: skip
+def test_refused_with_the_reason(vocabulary: Any, kind: str, value: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(message)) as caught:
+        compile_grammar(vocabulary, spec(kind, value))
+    assert len(str(caught.value)) <= 400 and "\n" not in str(caught.value)
+
+
+def test_recursion_with_an_end_is_fine(vocabulary: Any) -> None:
+    schema = {
+        "$ref": "#/$defs/n",
+        "$defs": {
+            "n": {
+                "type": "object",
+                "properties": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"const": 1}]}},
+                "required": ["n"],
+                "additionalProperties": False,
+            }
+        },
+    }
+    state = start(vocabulary, "json_schema", schema)
+    accept_text(state, '{"n":' * 20 + "1" + "}" * 20)
+    assert allowed(state) == set(EOS)
+
+
+@pytest.mark.parametrize("size", [9000])
+def test_large_ones(vocabulary: Any, size: int) -> None:
+    values = [f"value number {i}" for i in range(size)]
+    accept_text(start(vocabulary, "choice", values), values[-1])
+    accept_text(start(vocabulary, "json_schema", {"enum": values}), f'"{values[-1]}"')
+
+
+def test_a_tokenizer_file_that_is_none(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(VocabularyError, match=r"tokenizer.json"):
+        load_vocabulary(tmp_path / "tokenizer.json", VOCAB_SIZE, EOS)
+    with pytest.raises(VocabularyError, match="too small"):
+        load_vocabulary(tokenizer_file, 100, (1,))
+
+
+# ---- what hostile ones may cost
+
+
+@pytest.fixture
+def checker(tokenizer_file: Path) -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(tokenizer_file, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    yield checker
+    checker.close()
+
+
+def _deep_schema(depth: int) -> dict[str, Any]:
+    levels: dict[str, Any] = {
+        f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(depth)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**levels, f"a{depth}": {"type": "string"}}}
+
+
+def test_what_kills_the_library_kills_the_checker_alone(checker: GrammarChecker) -> None:
+    many = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(3, 20)]
+    rules = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(8000))
+    for kind, value, message in (
+        ("grammar", f'start: r0\n{rules}\nr8000: "b"', "nested too deeply"),
+        ("json_schema", _deep_schema(5000), "nested too deeply"),
+        ("json_schema", {"allOf": many}, "MiB|longer than"),
+        ("json_schema", {"type": "integer", "multipleOf": 199999}, "more than 16 MiB|longer than"),
+    ):
+        with pytest.raises(GrammarError, match=message):
+            checker.check(spec(kind, value))
+        checker.check(spec("regex", "a+"))  # a new child
+    with pytest.raises(GrammarError, match="unclosed"):
+        checker.check(spec("regex", "(a"))
+
+
+def test_a_check_tells_the_size(checker: GrammarChecker) -> None:
+    checker.check(spec("regex", "x"))  # what the first one of a process takes besides
+    small, large = (
+        checker.check(spec("choice", json.dumps([f"{i:09}" for i in range(count)])))
+        for count in (9, 9000)
+    )
+    assert 0 < small < large / 10 < KEPT_LIMIT_BYTES / 10
+
+
+def test_a_check_has_limited_processor_time(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker
+) -> None:
+    """SIGXCPU, as the kernel sends it, whatever the machine's speed."""
+    checker.check(spec("regex", "a+"))
+    assert checker._process is not None
+    checker._process.send_signal(signal.SIGXCPU)
+    with pytest.raises(GrammarError, match=f"longer than {CPU_LIMIT_S} s"):
+        checker.check(spec("regex", "b+"))
+    checker.check(spec("regex", "b+"))
