@@ -4,7 +4,8 @@ A block is free when nobody holds it. A free block keeps its content, and its en
 cache, until it is taken for something else: least recently freed first, blocks that no prefix names
 before all others. Block ids are 1..num_blocks; block 0 is the runner's scratch.
 
-Names are prefix.py's. While somebody watches, the pool notes each block that it names or forgets.
+Names are scheduling/prefix.py's. While somebody watches, the pool notes each block that it names or
+forgets.
 """
 
 from __future__ import annotations

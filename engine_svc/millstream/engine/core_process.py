@@ -1,4 +1,4 @@
-"""The core process: `python -m millstream.engine.core_process --fd N`, started by supervisor.py.
+"""The core process: `python -m millstream.engine.core_process --fd N`, of frontend/supervisor.py.
 
     reader thread:  socket -> commands        (end of file: the front end is gone, exit at once)
     main thread:    commands -> EngineCore -> step -> one StepRecord -> socket

@@ -1,7 +1,8 @@
 """The seam between models and what computes for them.
 
-Two implementations: TorchOps (torch_ops.py), for CPUs and as oracle, and TritonOps (triton_ops.py),
-for NVIDIA GPUs. Which one a runner uses is settled once, by hardware.resolve.
+Two implementations: TorchOps (backends/torch_ops.py), for CPUs and as oracle, and TritonOps
+(backends/triton_ops.py), for NVIDIA GPUs. Which one a runner uses is settled once, by
+hardware.resolve.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A random row samples in two levels: first a block of the vocabulary, by the bloc
 (choose_block), then a token of that block (choose_token). P(block) * P(token | block) is P(token),
 so this is exact, and noise is drawn for the blocks and for one block's tokens alone. Either level
 takes the best of log mass - log(E), E = Exp(1) noise of that entry (Gumbel-max, an exponential
-race; noise.py). Noise is a function of seed, position and id, a block's sum depends on nothing but
-the block: a row samples the same whatever the batch, its place in it, and which other blocks the
-process has.
+race; stepping/noise.py). Noise is a function of seed, position and id, a block's sum depends on
+nothing but the block: a row samples the same whatever the batch, its place in it, and which other
+blocks the process has.
 
 The order is transformers' and vLLM's: temperature, top-k, top-p, min-p. Each filter is a threshold
 on logit / temperature, so tokens tied with the last one kept are kept too; the likeliest token

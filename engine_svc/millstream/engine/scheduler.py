@@ -8,13 +8,13 @@ gives every decoding sequence its token first, and what is left of the token bud
        ^                         |                 |
        '-- preempt: the least urgent first, to the front
 
-Who is admitted next is waiting.py's: by priority, fairly among clients, in order of arrival. Nobody
-overtakes the next one when that has to wait for blocks, and nobody gives up a slot for it. While a
-prompt is in the making, those are admitted that pass it between its chunks (prefilling.py). Blocks
-for all known tokens are taken at admission, one more whenever a decode fills its last; when there
-is none, the running sequence of the lowest priority (the largest number), of several the last
-admitted, gives up its blocks and computes again later. The most urgent, first admitted one so
-always gets on, and it fits by itself.
+Who is admitted next is scheduling/waiting.py's: by priority, fairly among clients, in order of
+arrival. Nobody overtakes the next one when that has to wait for blocks, and nobody gives up a slot
+for it. While a prompt is in the making, those are admitted that pass it between its chunks
+(scheduling/prefilling.py). Blocks for all known tokens are taken at admission, one more whenever a
+decode fills its last; when there is none, the running sequence of the lowest priority (the largest
+number), of several the last admitted, gives up its blocks and computes again later. The most
+urgent, first admitted one so always gets on, and it fits by itself.
 
 With a runner that works one step ahead, schedule() is called while the tokens of the last plan are
 pending. Lengths are known without them: nothing is launched past the last token, and a sequence

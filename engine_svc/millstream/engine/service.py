@@ -214,7 +214,7 @@ class EngineService:
     @contextlib.contextmanager
     def open_stream(self, api_key: str = "") -> Iterator[Stream]:
         """A stream for one RPC; what it has in flight at the end is cancelled. `api_key`: whose it
-        is (clients.py). Raises EngineUnavailable when no requests are taken."""
+        is (frontend/clients.py). Raises EngineUnavailable when no requests are taken."""
         if self._unavailable is not None:
             raise EngineUnavailable(self._unavailable)
         number = next(self._stream_numbers)

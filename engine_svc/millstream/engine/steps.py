@@ -3,8 +3,8 @@
     slots.apply(plan) -> batch(layout) -> model -> sample -> slots.advance
 
 A step of decodes alone is the same in one CUDA graph (graphs.py), one with chunks too where that
-pays (chunk_graphs.py). Where some row's logits are edited or scored (slot_edits.py), a graph ends
-with the logits and the rest is queued behind it.
+pays (chunk_graphs.py). Where some row's logits are edited or scored (edits/slot_edits.py), a graph
+ends with the logits and the rest is queued behind it.
 """
 
 from __future__ import annotations

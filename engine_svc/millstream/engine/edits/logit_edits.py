@@ -61,8 +61,8 @@ def add_bias(
 def apply_mask(
     logits: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, masks: torch.Tensor
 ) -> None:
-    """Sets what rows `masks` [M] of a table [., words] int32 do not allow (token_masks.py) to -inf
-    in rows [M] of the logits [R, V]."""
+    """Sets what rows `masks` [M] of a table [., words] int32 (grammars/token_masks.py) do not
+    allow to -inf in rows [M] of the logits [R, V]."""
     vocab_size = logits.shape[1]
     bits = 1 << torch.arange(32, dtype=torch.int32, device=logits.device)
     for piece in _pieces(len(rows), vocab_size):

@@ -24,7 +24,7 @@ class HostLayout:
     samples: npt.NDArray[np.bool_]  # [S]: whose next token is sampled
     sample_slots: Ints  # [R]
     has_filters: bool  # some of them sample with top-k, top-p or min-p
-    special: bool  # logits of some sequences may be edited or scored (slot_edits.py)
+    special: bool  # logits of some sequences may be edited or scored (edits/slot_edits.py)
 
 
 @dataclass(frozen=True, slots=True)
