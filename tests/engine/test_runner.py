@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -319,6 +321,23 @@ def test_dummy_weights_need_no_folder() -> None:
     runner = load(None, model="smollm2-135m", load_format="dummy", kv_cache_bytes=1 << 24, seed=3)
     assert runner.info.vocab_size == 49152
     runner.close()
+
+
+def test_close_frees_everything_at_once(folder: Path) -> None:
+    """Also what holds each other, as steps and graphs do: a GPU's memory is for the next process,
+    whenever the garbage collector comes by."""
+    runner = load(folder, kv_cache_bytes=64 * BLOCK_BYTES)
+    run(runner, PROMPTS[:1])
+    steps = runner._steps
+    steps.use_graphs(lambda step: pytest.fail("nothing is to be recorded"))
+    kept = [weakref.ref(each) for each in (steps, steps.model, steps.kv_cache.layers[0][0])]
+    del steps
+    gc.disable()
+    try:
+        runner.close()
+        assert [ref() for ref in kept] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_dummy_weights_of_a_folder_without_weights(folder: Path, tmp_path: Path) -> None:

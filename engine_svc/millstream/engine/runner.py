@@ -147,6 +147,7 @@ class ModelRunner:
             self._grammars.close()
         if self._resolved.on_gpu:
             torch.cuda.synchronize(self._resolved.device)
+        self._steps.use_no_graphs()  # they and the steps hold each other
         del self._steps, self._results
         if self._resolved.on_gpu:
             torch.cuda.empty_cache()
