@@ -34,7 +34,6 @@ from millstream.kernels import paged_prefill, pdl, reference_attention
 from millstream.kernels.paged_decode import DecodeConfig, PagedDecode
 from millstream.kernels.paged_prefill import PrefillConfig
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
-from millstream.kernels.work_list import Cut
 
 BF16 = torch.bfloat16
 STEP_S = 0.02  # time spent on one figure
@@ -115,23 +114,11 @@ def decode_configs(case: Case) -> dict[str, DecodeConfig]:
         }
     else:
         kinds["pad w4 s2 r128"] = functools.partial(config, 4, 2, False, False, max_registers=128)
-    return with_cuts(kinds, {"x2": Cut(even=2), "x4": Cut(even=4), "x8": Cut(even=8)} | GUIDED)
-
-
-GUIDED = {
-    f"guided {programs:g}, {least}": Cut(even=3, guided=programs, least=least)
-    for programs in (1, 1.4, 2)
-    for least in (128, 256)
-}
-
-
-def with_cuts(
-    kinds: dict[str, Callable[..., DecodeConfig]], cuts: dict[str, Cut]
-) -> dict[str, DecodeConfig]:
+    schedules = (4, 8) if len(case.contexts) * case.heads[1] > 500 else (2, 4, 8)
     return {
-        f"{kind}, {name}": make(cut=cut)
+        f"{kind} x{items}": make(items_per_multiprocessor=items)
         for kind, make in kinds.items()
-        for name, cut in cuts.items()
+        for items in schedules
     }
 
 
@@ -153,7 +140,11 @@ def schedule_configs() -> dict[str, DecodeConfig]:
         "pad w2 s2 tail": functools.partial(narrow, num_warps=2, num_stages=2),
         "swap w4 s3 r128": functools.partial(wide, num_warps=4, num_stages=3),
     }
-    return with_cuts(kinds, {"x4": Cut(even=4), "x8": Cut(even=8)} | GUIDED)
+    return {
+        f"{kind} x{items}": make(items_per_multiprocessor=items)
+        for kind, make in kinds.items()
+        for items in (4, 6, 8, 12, 16, 24)
+    }
 
 
 def prefill_cases() -> list[Case]:
@@ -297,7 +288,7 @@ def compile_all(work: Sequence[tuple[Case, int, Any]]) -> None:
     started = time.monotonic()
     unique: dict[Any, tuple[Case, int, Any]] = {}
     for case, block_size, config in work:
-        key = {**asdict(config), "cut": None}
+        key = {**asdict(config), "items_per_multiprocessor": 0}
         unique[(case.heads, block_size, bool(case.query_lens), *key.values())] = (
             case, block_size, config,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from tests.paged_kv import PagedKV, check_rows, paged_kv, starts_of
 
 from millstream.kernels import reference_attention
 from millstream.kernels.paged_decode import DecodeConfig, PagedDecode, choose_config
-from millstream.kernels.work_list import Cut, WorkList
+from millstream.kernels.work_list import WorkList
 
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -134,62 +134,38 @@ def test_fewer_sequences_than_the_capture_size(device: str) -> None:
         check_rows(decode(query, paged.key_cache, paged.value_cache), oracle(query, paged))
 
 
-def items_of(work: WorkList, contexts: torch.Tensor, slots: torch.Tensor) -> list[list[int]]:
-    """What build makes, checked: every token of every sequence once, and where its parts are."""
-    work.build(slots.to(work.items.device), contexts.int().to(work.items.device))
-    items = [item[:7] for item in work.items.tolist() if item[0] >= 0]
-    assert all(item[0] < 0 for item in work.items.tolist()[len(items) :])
-    ends, parts = [0] * len(contexts), []
-    for row, slot, start, end, count, first, part in sorted(items):
-        assert start == ends[row] and slot == slots[row] and first <= part < first + count
-        ends[row] = end
-        parts.append(part)
-    assert ends == contexts.tolist() and parts == [*range(len(items))]
-    return items
-
-
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_work_list_covers_every_token_once_and_hands_out_what_is_left(device: str) -> None:
+def test_the_work_list_covers_every_token_once(device: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    for max_batch, longest, cut in (
-        (8, 100, Cut(even=1, guided=1)),
-        (8, 5000, Cut(even=8, guided=2)),
-        (40, 900, Cut(even=20, guided=5, least=128)),
-        (40, 900, Cut(even=20)),
+    for max_batch, num_programs, longest, least in (
+        (8, 16, 100, 64),
+        (8, 64, 5000, 64),
+        (40, 16, 900, 64),
+        (8, 64, 900, 200),
     ):
         contexts = torch.randint(0, longest, (max_batch - 3,), generator=generator)
         work = WorkList(
-            max_batch=max_batch, num_kv_heads=2, num_multiprocessors=4, tile=64, cut=cut,
-            max_context=longest, device=torch.device(device),
-        )  # fmt: skip
+            max_batch=max_batch,
+            num_kv_heads=2,
+            num_programs=num_programs,
+            tile=64,
+            least=least,
+            max_context=longest,
+            device=torch.device(device),
+        )
         slots = torch.randperm(100, generator=generator)[: len(contexts)]
-        items = items_of(work, contexts, slots)
-        largest = [0] * len(contexts)
-        for row, _, start, end, *_ in items:
-            largest[row] = max(largest[row], end - start)
-        order = [largest[item[0]] for item in items]
-        assert order == sorted(order, reverse=True)
-        left, even, cuts = int(contexts.sum()), -(-int(contexts.sum()) // (2 * int(cut.even))), 0
-        for row in sorted(range(len(contexts)), key=lambda row: (-int(contexts[row]), row)):
-            part = min(even, -(-left // int(2 * cut.guided))) if cut.guided else even
-            most = max(part, cut.least)
-            assert largest[row] <= -(-most // 64) * 64
-            count = next(item[4] for item in items if item[0] == row)
-            assert count <= max(-(-int(contexts[row]) // most), 1)
-            cuts += count > 1
-            left -= int(contexts[row])
-        assert cuts or longest == 100
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_lengths_that_would_make_too_many_items_are_cut_evenly(device: str) -> None:
-    contexts = torch.tensor([1 << i for i in range(14)])
-    cut = Cut(even=2, guided=4, least=1)
-    work = WorkList(
-        max_batch=14, num_kv_heads=1, num_multiprocessors=1, tile=1, cut=cut, max_context=1 << 17,
-        device=torch.device(device),
-    )  # fmt: skip
-    assert len(items_of(work, contexts, torch.arange(14))) <= work.capacity
+        work.build(slots.to(device), contexts.int().to(device))
+        items = [item for item in work.items.tolist() if item[0] >= 0]
+        sizes = [end - start for _, _, start, end, *_ in items]
+        assert sizes == sorted(sizes, reverse=True)
+        share = max(-(-int(contexts.sum()) * 2 // num_programs), least)
+        assert sizes[0] <= -(-share // 64) * 64 and (least == 64 or sizes[0] > least)
+        ends, parts = [0] * len(contexts), []
+        for row, slot, start, end, count, first, part in sorted(item[:7] for item in items):
+            assert start == ends[row] and slot == slots[row] and first <= part < first + count
+            ends[row] = end
+            parts.append(part)
+        assert ends == contexts.tolist() and parts == [*range(len(items))]
 
 
 def test_bad_inputs_are_refused() -> None:
@@ -304,7 +280,7 @@ def test_a_sequence_that_is_not_cut_is_the_same_in_any_order() -> None:
         contexts, num_kv_heads=8, head_dim=128, block_size=64, dtype=torch.bfloat16, device="cuda"
     )
     query = torch.randn(160, 16, 128, device="cuda", dtype=torch.bfloat16)
-    config = replace(choose_config(160, 16, 8, 128, torch.bfloat16), cut=Cut(even=0.5))
+    config = replace(choose_config(160, 16, 8, 128, torch.bfloat16), items_per_multiprocessor=1)
     results = []
     for order in (torch.arange(160), torch.randperm(160)):
         order = order.cuda()

@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from millstream.kernels.work_list import Cut
-
 MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-_FEW_SEQUENCES, _SOME_SEQUENCES = 4, 8
+_FEW_SEQUENCES, _SOME_SEQUENCES, _MANY_SEQUENCES = 4, 8, 144
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -23,7 +21,7 @@ def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
-    """How a program works through its item, and how sequences are cut into items."""
+    """How a program works through its item, and how many items there are to be."""
 
     tile: int  # tokens taken at once
     num_warps: int
@@ -31,7 +29,8 @@ class DecodeConfig:
     tokens_are_rows: bool  # scores are K.Q^T (tile x 16), not Q.K^T (16 x tile)
     tail_apart: bool  # the last tile has a loop of its own, so that the others need no masks
     max_registers: int | None = None
-    cut: Cut = Cut(even=4, guided=1.4)  # noqa: RUF009 - it is frozen
+    items_per_multiprocessor: int = 4  # and one more for each sequence and KV head
+    least_share: int = 64  # tokens of an item that are not worth a cut
 
 
 def choose_config(
@@ -40,11 +39,7 @@ def choose_config(
     """The configuration for up to `batch` sequences (measured: tests/bench/attention.py)."""
     if dtype.itemsize > 2:
         return DecodeConfig(
-            tile=32,
-            num_warps=4,
-            num_stages=2,
-            tokens_are_rows=False,
-            tail_apart=False,
+            tile=32, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False
         )
     if head_dim == 128 and num_heads <= 2 * num_kv_heads:
         return _few_queries_a_head(batch)
@@ -56,7 +51,7 @@ def choose_config(
         tail_apart=False,
         max_registers=128 if head_dim == 128 else None,
         # A few sequences are cut into as many items as run at once: more cost but combining.
-        cut=Cut(even=2 if batch <= _SOME_SEQUENCES else 4),
+        items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 4,
     )
 
 
@@ -64,7 +59,7 @@ def invariant_config(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> DecodeConfig:
     """One configuration for all batches: that of large ones, for a program that repeats."""
-    config = choose_config(_SOME_SEQUENCES + 1, num_heads, num_kv_heads, head_dim, dtype)
+    config = choose_config(_MANY_SEQUENCES + 1, num_heads, num_kv_heads, head_dim, dtype)
     return replace(config, max_registers=None)  # 128 would spill
 
 
@@ -73,10 +68,9 @@ def _few_queries_a_head(batch: int) -> DecodeConfig:
         return DecodeConfig(
             tile=64,
             num_warps=2,
-            num_stages=3,
+            num_stages=3 if batch > _MANY_SEQUENCES else 2,
             tokens_are_rows=False,
             tail_apart=True,
-            cut=Cut(even=3, guided=1.4, least=256),
         )
     return DecodeConfig(
         tile=64,
@@ -85,5 +79,6 @@ def _few_queries_a_head(batch: int) -> DecodeConfig:
         tokens_are_rows=True,
         tail_apart=False,
         max_registers=128,
-        cut=Cut(even=2) if batch <= _FEW_SEQUENCES else Cut(even=8, least=256),
+        items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 8,
+        least_share=64 if batch <= _FEW_SEQUENCES else 256,
     )

@@ -62,11 +62,12 @@ class PagedDecode:
         self.work = WorkList(
             max_batch=max_batch,
             num_kv_heads=num_kv_heads,
-            num_multiprocessors=_multiprocessors(device),
-            tile=config.tile,
-            cut=config.cut if fixed is None else fixed,
+            num_programs=_multiprocessors(device) * self.config.items_per_multiprocessor,
+            tile=self.config.tile,
+            least=self.config.least_share,
             max_context=max_context,
             device=device,
+            fixed=fixed,
         )
         self._repeat = fixed is not None
         self._query_shape = (num_heads, head_dim)
@@ -116,8 +117,8 @@ class PagedDecode:
         (num_heads, head_dim), num_kv_heads = self._query_shape, self._cache_shape[1]
         config = self.config
         group = num_heads // num_kv_heads
-        options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         combine_heads = triton.next_power_of_2(group)
+        options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         paged_decode_kernel[(self.work.programs_for(self._batch) * num_kv_heads,)](
             query,
             key_cache,

@@ -1,15 +1,13 @@
 """The work list of decode attention: which program attends to which tokens, made on the GPU.
 
-    context_lens  900 400 700                       2,000 tokens, of 4 programs
-    items   0:[0 512) 0:[512 900) 2:[0 256) 2:[256 512) 2:[512 700) 1:[0 128) 1:[128 256) ...
+    context_lens  70  9 150        an even share of all tokens for each program, in whole tiles
+                  |   |  |
+    items   0:[0 64) 2:[0 64) 2:[64 128) 2:[128 150) 1:[0 9) 0:[64 70)        longest first
 
-The longest sequence is cut first. A sequence's shares are alike, and small enough that each of so
-many programs could have one out of its tokens and all shorter ones'. So most sequences are whole,
-the last ones to be taken are cut the finest, and multiprocessors, which take items in the list's
-order, end together whatever the number of sequences. (Guided self-scheduling: Polychronopoulos and
-Kuck, 1987.) All layers of a step read the same list. Its size is bounded by the number of sequences
-and programs, so that a CUDA graph's grid serves any lengths: where a list would not fit, the shares
-are even. It is kept short, since a program without an item costs time, too.
+A sequence is cut into whole shares and a rest. Multiprocessors take items in the list's order, so
+with several shares for each program that runs at once, the rests fill the gaps at the end, whatever
+the number of sequences. All layers of a step read the same list. Its size is bounded by the number
+of sequences and programs, not by lengths, so that a CUDA graph's grid serves any lengths.
 
 How a sequence is cut decides how its attention is rounded. With a FixedCut each is cut by its own
 length alone, whatever the others are.
@@ -17,7 +15,6 @@ length alone, whatever the others are.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -31,17 +28,7 @@ from millstream.kernels.pdl import launch_dependents, wait
 # items of its sequence, the first of those in the partial results, and its own place there.
 ROW, SLOT, START, END, COUNT, FIRST, PART, FIELDS = (tl.constexpr(i) for i in range(8))
 
-_MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernels
-_FIXED_PROGRAMS = 4  # of a multiprocessor, that repeat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """How finely sequences are cut, in programs of a multiprocessor (each has one KV head)."""
-
-    even: float  # no share is larger than the part of all tokens of one of so many
-    guided: float = 0.0  # nor than the part of those that are left; 0: it may be
-    least: int = 64  # tokens that are not cut
+_MIN_BATCH_BLOCK = 256  # smaller batches share its compiled kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,52 +40,20 @@ class FixedCut:
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["batch", "even", "guided", "least"],
-    do_not_specialize_on_alignment=["context_lens_ptr"],  # they may be a slice
-)
-def _choose_shares_kernel(
-    context_lens_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    batch: tl.tensor,
-    even: tl.tensor,
-    guided: tl.tensor,
-    least: tl.tensor,
-    TILE: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """One program for each sequence: the tokens of its shares, in whole tiles. See Cut; `even` and
-    `guided` are in programs of a KV head."""
-    launch_dependents(PDL)
-    wait(PDL)
-    row = tl.program_id(0)
-    rows = tl.arange(0, BATCH_BLOCK)
-    lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
-    length = tl.load(context_lens_ptr + row)
-    most = tl.cdiv(tl.sum(lens.to(tl.int64), axis=0), even)
-    if guided > 0:
-        later = (lens < length) | ((lens == length) & (rows >= row))
-        left = tl.sum(tl.where(later, lens, 0).to(tl.int64), axis=0)
-        most = tl.minimum(most, tl.cdiv(left, guided))
-    parts = tl.cdiv(length, tl.maximum(most.to(tl.int32), least))
-    share = tl.cdiv(length, tl.maximum(parts, 1))
-    tl.store(shares_ptr + row, tl.maximum(tl.cdiv(share, TILE), 1) * TILE)
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["batch", "capacity", "even", "num_marked"],
+    do_not_specialize=["batch", "num_programs", "least", "capacity", "num_marked"],
     # They may be slices: the kernel is not to be compiled again for an odd offset.
     do_not_specialize_on_alignment=["context_lens_ptr", "slots_ptr"],
 )
 def _build_work_list_kernel(
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
     items_ptr: tl.tensor,
     batch: tl.tensor,
+    num_programs: tl.tensor,
+    least: tl.tensor,
     capacity: tl.tensor,
-    even: tl.tensor,
     num_marked: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     FIXED_SHARE: tl.constexpr,
     MOST_PARTS: tl.constexpr,
@@ -108,8 +63,8 @@ def _build_work_list_kernel(
 ) -> None:
     """One program for each sequence: each counts all sequences' items, and writes its own.
 
-    FIXED_SHARE 0: shares as chosen, or even ones if those do not fit. So many unused entries behind
-    the list are marked as attention may look at.
+    FIXED_SHARE 0: shares of all sequences' tokens. So many unused entries behind the list are
+    marked as attention may look at.
     """
     wait(PDL)
     row = tl.program_id(0)
@@ -118,37 +73,36 @@ def _build_work_list_kernel(
     if FIXED_SHARE > 0:
         shares = tl.maximum(tl.cdiv(tl.cdiv(lens, MOST_PARTS), TILE) * TILE, FIXED_SHARE)
     else:
-        shares = tl.load(shares_ptr + rows, mask=rows < batch, other=TILE)
-        num_items = tl.sum(tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0), axis=0)
-        most = tl.cdiv(tl.sum(lens.to(tl.int64), axis=0), even).to(tl.int32)
-        most = tl.maximum(tl.cdiv(most, TILE), 1) * TILE
-        shares = tl.where(num_items > batch + even, most, shares)
-    # A sequence of no tokens (padding) has an item, too: its output is zeros.
-    parts = tl.where(rows < batch, tl.maximum(tl.cdiv(lens, shares), 1), 0)
-    largest = tl.minimum(lens, shares)
+        even = tl.cdiv(tl.sum(lens, axis=0) * NUM_KV_HEADS, num_programs)
+        shares = lens * 0 + tl.cdiv(tl.maximum(even, least), TILE) * TILE
+    wholes = tl.maximum(tl.cdiv(lens, shares) - 1, 0)
+    rests = lens - wholes * shares  # 0 of a sequence of no tokens (padding): its output is zeros
 
     before, mine = rows < row, rows == row
-    my_parts = tl.sum(tl.where(mine, parts, 0), axis=0)
-    my_largest = tl.sum(tl.where(mine, largest, 0), axis=0)
-    length = tl.sum(tl.where(mine, lens, 0), axis=0)
+    num_wholes = tl.sum(wholes, axis=0)
+    my_wholes = tl.sum(tl.where(mine, wholes, 0), axis=0)
+    my_rest = tl.sum(tl.where(mine, rests, 0), axis=0)
     share = tl.sum(tl.where(mine, shares, 0), axis=0)
-    first = tl.sum(tl.where(before, parts, 0), axis=0)
-    earlier = (largest > my_largest) | ((largest == my_largest) & before)
-    place = tl.sum(tl.where(earlier, parts, 0), axis=0)
+    wholes_before = tl.sum(tl.where(before, wholes, 0), axis=0)
+    longer = (rows < batch) & ((rests > my_rest) | ((rests == my_rest) & before))
+    rest_at = num_wholes + tl.sum(longer.to(tl.int32), axis=0)
+    first = wholes_before + row  # every sequence before has one rest
     slot = tl.load(slots_ptr + row).to(tl.int32)
-    for begin in range(0, my_parts, ITEM_BLOCK):
+    for begin in range(0, my_wholes + 1, ITEM_BLOCK):
         part = begin + tl.arange(0, ITEM_BLOCK)
-        inside = part < my_parts
-        item = items_ptr + (place + part) * FIELDS
+        inside = part <= my_wholes
+        is_rest = part == my_wholes
+        item = items_ptr + tl.where(is_rest, rest_at, wholes_before + part) * FIELDS
+        end = part * share + tl.where(is_rest, my_rest, share)
         tl.store(item + ROW, part * 0 + row, mask=inside)
         tl.store(item + SLOT, part * 0 + slot, mask=inside)
         tl.store(item + START, part * share, mask=inside)
-        tl.store(item + END, tl.minimum((part + 1) * share, length), mask=inside)
-        tl.store(item + COUNT, part * 0 + my_parts, mask=inside)
+        tl.store(item + END, end, mask=inside)
+        tl.store(item + COUNT, part * 0 + my_wholes + 1, mask=inside)
         tl.store(item + FIRST, part * 0 + first, mask=inside)
         tl.store(item + PART, first + part, mask=inside)
     if row == 0:
-        num_items = tl.sum(parts, axis=0)
+        num_items = num_wholes + batch
         marked_end = tl.minimum(num_items + num_marked, capacity)
         for begin in range(num_items, marked_end, ITEM_BLOCK):
             unused = begin + tl.arange(0, ITEM_BLOCK)
@@ -164,49 +118,52 @@ def _build_work_list_kernel(
 
 
 class WorkList:
-    """The items of up to max_batch sequences."""
+    """The items of up to max_batch sequences, for about num_programs programs."""
 
     def __init__(
         self,
         *,
         max_batch: int,
         num_kv_heads: int,
-        num_multiprocessors: int,
+        num_programs: int,
         tile: int,
-        cut: Cut | FixedCut,
+        least: int,
         max_context: int,
         device: torch.device,
+        fixed: FixedCut | None = None,
     ) -> None:
-        """Raises ValueError if fixed shares are not whole tiles."""
+        """least: tokens of a share that is not cut. Raises ValueError if fixed shares are not whole
+        tiles."""
+        if fixed is not None and fixed.share % tile:
+            raise ValueError(f"shares of {fixed.share} tokens, tiles of {tile}")
         self.max_batch = max_batch
+        self._num_kv_heads = num_kv_heads
+        self._num_programs = num_programs
         self._tile = tile
-        self._cut = cut
-        per_head = num_multiprocessors / num_kv_heads
-        if isinstance(cut, FixedCut):
-            if cut.share % tile:
-                raise ValueError(f"shares of {cut.share} tokens, tiles of {tile}")
-            self._even, self._guided = math.ceil(per_head * _FIXED_PROGRAMS), 0
-            self.capacity = max_batch * self._most_parts(cut, max_context)
-        else:
-            self._even, self._guided = (math.ceil(per_head * n) for n in (cut.even, cut.guided))
-            # Cut evenly, each sequence has a rest beside its part of the even shares.
-            self.capacity = max_batch + self._even
+        self._least = least
+        self._fixed = fixed
+        self.capacity = max_batch * self._most_parts(max_context)
+        if fixed is None:
+            # Whole shares are no more than the programs, counting heads: an item is as many
+            # programs as there are KV heads. And each sequence has a rest.
+            wholes = triton.cdiv(num_programs, num_kv_heads)
+            self.capacity = min(self.capacity, max_batch + wholes)
         self.items = torch.full((self.capacity, FIELDS.value), -1, dtype=torch.int32, device=device)
-        self._shares = torch.empty(max_batch, dtype=torch.int32, device=device)
 
-    @staticmethod
-    def _most_parts(cut: FixedCut, max_context: int) -> int:
+    def _most_parts(self, max_context: int) -> int:
         """Of one sequence."""
-        parts: int = max(triton.cdiv(max_context, cut.share), 1)
-        return min(parts, cut.most_parts)
+        share = self._tile if self._fixed is None else self._fixed.share
+        parts: int = max(triton.cdiv(max_context, share), 1)
+        return parts if self._fixed is None else min(parts, self._fixed.most_parts)
 
     def programs_for(self, batch: int) -> int:
         """Programs a KV head that go through the items of `batch` sequences: as many as there can
         be items, but where fixed shares may be many, each takes every so manyth item."""
-        if isinstance(self._cut, Cut):
-            return batch + self._even
+        if self._fixed is None:
+            return self.capacity
         items = batch * (self.capacity // self.max_batch)
-        return min(items, max(2 * batch, self._even))
+        enough: int = triton.cdiv(self._num_programs, self._num_kv_heads)
+        return min(items, max(2 * batch, enough))
 
     def build(self, slots: torch.Tensor, context_lens: torch.Tensor) -> None:
         """slots: [B] int32 or int64; context_lens: [B] int32, contiguous. Raises ValueError."""
@@ -217,29 +174,22 @@ class WorkList:
             raise ValueError(f"lengths are {context_lens.dtype}, slots {slots.dtype}")
         if not slots.is_contiguous() or not context_lens.is_contiguous():
             raise ValueError("slots and context_lens must be contiguous")
-        fixed = self._cut if isinstance(self._cut, FixedCut) else None
-        options = {
-            "TILE": self._tile,
-            "BATCH_BLOCK": max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
-            "num_warps": 4,
-            **pdl.options(self.items.device),
-        }
-        if isinstance(self._cut, Cut):
-            _choose_shares_kernel[(batch,)](
-                context_lens, self._shares, batch, self._even, self._guided, self._cut.least,
-                **options,
-            )  # fmt: skip
+        fixed = self._fixed
         _build_work_list_kernel[(batch,)](
             context_lens,
             slots,
-            self._shares,
             self.items,
             batch,
+            self._num_programs,
+            self._least,
             self.capacity,
-            self._even,
             self.programs_for(batch),
+            NUM_KV_HEADS=self._num_kv_heads,
+            TILE=self._tile,
             FIXED_SHARE=0 if fixed is None else fixed.share,
             MOST_PARTS=1 if fixed is None else fixed.most_parts,
+            BATCH_BLOCK=max(_MIN_BATCH_BLOCK, triton.next_power_of_2(self.max_batch)),
             ITEM_BLOCK=32,
-            **options,
+            num_warps=4,
+            **pdl.options(self.items.device),
         )
