@@ -24,7 +24,7 @@ HEADS = [(16, 8, 128), (40, 8, 128), (32, 4, 128), (9, 3, 64), (32, 8, 64)]
 
 def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     lists = {"TILE": 64, "BATCH_BLOCK": 256, "ITEM_BLOCK": 32}
-    arguments: tuple[Any, ...] = (I32, I64, I32, 5, 528, 64, 322, 322)
+    arguments: tuple[Any, ...] = (I32, I64, I32, 5, 528, 256, 322, 322)
     for cut in ({"FIXED_SHARE": 0, "MOST_PARTS": 1}, {"FIXED_SHARE": 512, "MOST_PARTS": 32}):
         yield work_list._build_work_list_kernel, arguments, {"NUM_KV_HEADS": 8, **lists, **cut}
     for heads in HEADS:

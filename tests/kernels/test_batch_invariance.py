@@ -182,7 +182,7 @@ def test_fixed_shares_cover_every_token_once(device: str) -> None:
     """However many sequences there are; the list's end is marked as far as programs look."""
     fixed = FixedCut(share=64, most_parts=4)
     work = WorkList(
-        max_batch=40, num_kv_heads=2, num_programs=16, tile=32, least=32, max_context=900,
+        max_batch=40, num_kv_heads=2, num_programs=16, tile=32, max_context=900,
         device=torch.device(device), fixed=fixed,
     )  # fmt: skip
     assert work.capacity == 40 * 4
@@ -209,7 +209,7 @@ def test_fixed_shares_cover_every_token_once(device: str) -> None:
 def test_shares_are_whole_tiles() -> None:
     with pytest.raises(ValueError, match="shares of 80 tokens, tiles of 64"):
         WorkList(
-            max_batch=1, num_kv_heads=1, num_programs=4, tile=64, least=64, max_context=100,
+            max_batch=1, num_kv_heads=1, num_programs=4, tile=64, max_context=100,
             device=torch.device("cpu"), fixed=FixedCut(share=80),
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ class DecodeConfig:
     tail_apart: bool  # the last tile has a loop of its own, so that the others need no masks
     max_registers: int | None = None
     items_per_multiprocessor: int = 4  # and one more for each sequence and KV head
-    least_share: int = 64  # tokens of an item that are not worth a cut
+    least_share: int = 1  # tokens of an item that is not worth a cut; a tile is none in any case
 
 
 def choose_config(
@@ -80,5 +80,5 @@ def _few_queries_a_head(batch: int) -> DecodeConfig:
         tail_apart=False,
         max_registers=128,
         items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 8,
-        least_share=64 if batch <= _FEW_SEQUENCES else 256,
+        least_share=1 if batch <= _FEW_SEQUENCES else 256,
     )

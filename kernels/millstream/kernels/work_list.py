@@ -127,13 +127,13 @@ class WorkList:
         num_kv_heads: int,
         num_programs: int,
         tile: int,
-        least: int,
         max_context: int,
         device: torch.device,
+        least: int = 1,
         fixed: FixedCut | None = None,
     ) -> None:
-        """least: tokens of a share that is not cut. Raises ValueError if fixed shares are not whole
-        tiles."""
+        """least: tokens of a share that is not cut, unless shares are fixed. Raises ValueError if
+        these are not whole tiles."""
         if fixed is not None and fixed.share % tile:
             raise ValueError(f"shares of {fixed.share} tokens, tiles of {tile}")
         self.max_batch = max_batch
