@@ -2,7 +2,7 @@
 
 Philox4x32-10, keyed by the seed, of the counter (word, position, level, 0): a block's noise is the
 first word that block id makes at level 1, a token's is word id % 4 of those that id // 4 makes at
-level 0. Oracle: the engine's noise.py.
+level 0. Oracle: the engine's stepping/noise.py.
 """
 
 from __future__ import annotations
