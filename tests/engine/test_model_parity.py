@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,33 @@ def test_logits_equal_transformers(family: str, shape: str, tmp_path: Path) -> N
 def test_logits_equal_transformers_on_cuda(family: str, shape: str, tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path, family, seed=3, **SHAPES[shape])
     check(model_dir, MIXED, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("rows", [[], [3], [0, 5, 11, 12]])
+def test_the_last_layer_goes_on_with_the_wanted_rows(
+    family: str, rows: list[int], tmp_path: Path
+) -> None:
+    """Chunks with and without a prefix and a decode: the wanted rows' logits are those of a step
+    that wants all, what it stores is the same, and no other row reaches the last MLP."""
+    model = load_model(make_tiny_model(tmp_path, family, mlp_bias=family == "llama"))
+    last_rows: list[int] = []
+    model.model.layers[-1].mlp.register_forward_pre_hook(
+        lambda _, inputs: last_rows.append(len(inputs[0].residual))
+    )
+    results = []
+    for wanted in (list(range(13)), rows):
+        batches, sequences = PagedBatches(model.config), [PagedSequence(9), PagedSequence(9)]
+        with torch.inference_mode():
+            model(batches.batch([(each, range(4, 8)) for each in sequences]), batches.kv_cache)
+            chunks = [(PagedSequence(7), range(20, 27)), (sequences[0], range(30, 35))]
+            batch = batches.batch(chunks, [(sequences[1], 40)])
+            batch = replace(batch, sample_rows=torch.tensor(wanted, dtype=torch.int64))
+            results.append((model(batch, batches.kv_cache), batches.kv_cache.data))
+    (every, every_stored), (some, stored) = results
+    torch.testing.assert_close(some, every[rows], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(stored, every_stored, rtol=0, atol=0, equal_nan=True)
+    assert last_rows == [8, 13, 8, len(rows)]
 
 
 def test_row_60_llama_with_every_bias(tmp_path: Path) -> None:

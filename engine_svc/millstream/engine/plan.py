@@ -76,6 +76,11 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.decode_slots)
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether tokens of prompts are scored."""
+        return any(chunk.target_ids for chunk in self.chunks)
+
 
 class TokenLogprobs(NamedTuple):
     """Log probabilities where one token is: log_softmax, in float32, of the model's own logits,

@@ -188,7 +188,7 @@ class SlotTable:
             samples=samples,
             sample_slots=sample_slots,
             has_filters=bool((filtered & (temperatures > 0)).any()),
-            special=bool(self._special[slots].any()) or any(chunk.target_ids for chunk in chunks),
+            special=bool(self._special[slots].any()) or plan.has_targets,
         )
 
     # ---- the device's part of a step: from the slots' state to their next

@@ -156,14 +156,18 @@ class Steps:
         edit_and_sample = functools.partial(self._edit_and_sample, layout, positions)
         if self.graphs is not None and not layout.host.plan.chunks:
             token_ids = self._sample_behind(self.graphs, layout, edit_and_sample)
-            return Sampled(token_ids, edits.scores(None))
-        batch = slots.batch(layout)
-        hidden = self.model.hidden(batch, self.kv_cache)
-        logits = self.model.logits(hidden, batch.sample_rows)
+            return Sampled(token_ids, edits.scores())
+        batch, prompt_logits = slots.batch(layout), None
+        if layout.host.plan.has_targets:
+            hidden = self.model.hidden(batch, self.kv_cache)
+            logits = self.model.logits(hidden, batch.sample_rows)
+            prompt_logits = functools.partial(self._whole_logits, hidden)
+        else:  # the same products as on ranks that know of no edits
+            logits = self.model(batch, self.kv_cache)
         after = batch.positions[layout.sample_rows] + 1
         token_ids = self._sampler.choose(logits, functools.partial(edit_and_sample, after))
         slots.advance(batch, layout.sample_slots, token_ids)
-        return Sampled(token_ids, edits.scores(functools.partial(self._whole_logits, hidden)))
+        return Sampled(token_ids, edits.scores(prompt_logits))
 
     def _edit_and_sample(
         self,

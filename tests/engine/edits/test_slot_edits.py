@@ -82,7 +82,7 @@ class Steps:
         edited = self.edits.edit(logits, positions)
         assert not logits.any(), "the model's own are scored"
         self.edits.settle(logits, torch.full((count,), 5))
-        self.edits.scores(None)
+        self.edits.scores()
         self.edits.sampled(lambda: [5] * count)
         return edited
 

@@ -97,6 +97,17 @@ def test_sums(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, columns: int,
     assert stand_ins.ways == [way]
 
 
+def test_a_sum_of_no_rows_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that samples nothing, behind the last layer's attention."""
+    stand_ins = StandIns(monkeypatch)
+    for dtype in (torch.float32, torch.float16):
+        for summed in run(
+            stand_ins, lambda group, d=dtype: group.all_reduce(torch.empty(0, 64, dtype=d))
+        ):
+            assert summed.shape == (0, 64) and summed.dtype == dtype
+    assert stand_ins.ways == []
+
+
 @pytest.mark.parametrize(
     ("rows", "dtype", "way"),
     [

@@ -93,8 +93,8 @@ class SlotEdits:
             if not mask.narrows(positions[row]):  # for good: what ends is min_tokens
                 del batch.masks[row]
                 batch.edits = None
-        targets = any(chunk.target_ids for chunk in layout.host.plan.chunks)
-        return bool(batch.edited or batch.scored or batch.masks or targets)
+        has_targets = layout.host.plan.has_targets
+        return bool(batch.edited or batch.scored or batch.masks or has_targets)
 
     def _make_batch(self, layout: BatchLayout) -> _Batch:
         slots = {
@@ -202,9 +202,11 @@ class SlotEdits:
                 logits.__getitem__, rows, token_ids[rows], num_top, self._vocab_size
             )
 
-    def scores(self, prompt_logits: Callable[[torch.Tensor], torch.Tensor] | None) -> StepScores:
+    def scores(
+        self, prompt_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> StepScores:
         """What the step has to tell; prompt_logits gives the logits of some of its tokens, of a
-        step that has chunks."""
+        step that has targets."""
         batch = self._batch
         assert batch is not None
         sampled, batch.scores, prompts = batch.scores, None, None

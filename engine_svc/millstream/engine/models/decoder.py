@@ -3,6 +3,9 @@
 token ids -> embedding -> layers -> norm -> LM head -> logits
 layer:  x + attention(norm(x)), then x + MLP(norm(x))
 
+The last layer stores the keys and values of all tokens; behind its attention, it goes on with those
+alone whose hidden states are wanted.
+
 With several ranks (parallel.py) each computes its heads and its part of the MLP; attention and MLP
 end with the sum over the ranks.
 
@@ -38,7 +41,7 @@ class Hidden(NamedTuple):
     """What a step has computed before the LM head."""
 
     ops: StepOps
-    stream: Stream  # of all its tokens, before the final norm
+    stream: Stream  # of the tokens that were asked for, before the final norm
 
 
 class DecoderModel(nn.Module):
@@ -63,19 +66,18 @@ class DecoderModel(nn.Module):
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype, or of
         this rank's part of the vocabulary; fills the KV cache."""
-        hidden = self.hidden(batch, kv_cache)
         # As many as there are: they are all, in their order.
         every = len(batch.sample_rows) == len(batch.token_ids)
-        return self.logits(hidden, None if every else batch.sample_rows)
+        return self.logits(self.hidden(batch, kv_cache, None if every else batch.sample_rows))
 
-    def hidden(self, batch: ForwardBatch, kv_cache: KVCache) -> Hidden:
-        """All of a step but the LM head; fills the KV cache."""
+    def hidden(self, batch: ForwardBatch, kv_cache: KVCache, rows: Tensor | None = None) -> Hidden:
+        """All of a step but the LM head, for its tokens rows [n] int64, or for all; fills the KV
+        cache."""
         ops = self.ops.begin_step(batch, kv_cache, self.rope)
-        return Hidden(ops, self.model(batch, ops))
+        return Hidden(ops, self.model(batch, ops, rows))
 
-    def logits(self, hidden: Hidden, rows: Tensor | None) -> Tensor:
-        """As forward, of the step's tokens rows [n] int64. None: of all; `hidden` is used up
-        then."""
+    def logits(self, hidden: Hidden, rows: Tensor | None = None) -> Tensor:
+        """As forward, of rows [n] int64 of `hidden`. None: of all; `hidden` is used up then."""
         ops, stream = hidden
         if rows is not None:
             stream = stream.rows(rows)
@@ -107,12 +109,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(share, i, group) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, batch: ForwardBatch, ops: StepOps) -> Stream:
-        """The residual stream [T, hidden_size], before the final norm."""
+    def forward(self, batch: ForwardBatch, ops: StepOps, rows: Tensor | None) -> Stream:
+        """The residual stream [n, hidden_size] of tokens rows [n], or of all, before the final
+        norm."""
         stream = Stream(self.embed_tokens(batch.token_ids))
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             stream = layer(stream, ops)
-        return stream
+        output: Stream = last(stream, ops, rows)
+        return output
 
 
 class DecoderLayer(nn.Module):
@@ -124,8 +129,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(share, group)
 
-    def forward(self, stream: Stream, ops: StepOps) -> Stream:
-        stream = self.self_attn(stream, self.input_layernorm, ops)
+    def forward(self, stream: Stream, ops: StepOps, rows: Tensor | None = None) -> Stream:
+        """Of all tokens, or of rows [n]."""
+        stream = self.self_attn(stream, self.input_layernorm, ops, rows)
         output: Stream = self.mlp(stream, self.post_attention_layernorm, ops)
         return output
 
@@ -145,11 +151,14 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, stream: Stream, norm: RMSNorm, ops: StepOps) -> Stream:
+    def forward(self, stream: Stream, norm: RMSNorm, ops: StepOps, rows: Tensor | None) -> Stream:
         qkv = ops.norm_linear(stream, norm, self.qkv_proj)
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
         attended = ops.attend(self.index, qkv, norms)
-        return ops.add_linear(attended, self.o_proj, stream.residual)
+        residual = stream.residual
+        if rows is not None:
+            attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+        return ops.add_linear(attended, self.o_proj, residual)
 
 
 class MLP(nn.Module):

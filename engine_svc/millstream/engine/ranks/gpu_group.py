@@ -93,6 +93,8 @@ class GpuGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         num_bytes = x.nbytes
+        if not num_bytes:  # no launch is that small
+            return x
         if not self._is_symmetric(x):
             dist.all_reduce(x)
             return x
