@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tests.bench.prefill_candidates import prefill_candidates
 
 from millstream.client.workload import Workload
 from millstream.kernels import paged_prefill, pdl, reference_attention
@@ -154,7 +155,12 @@ def prefill_cases() -> list[Case]:
             heads=heads, layers=2, block_sizes=(256, 64),
         )  # fmt: skip
 
+    # A step of the flagship run: prompts of 100 to 1,024 tokens, in no order.
+    lens = tuple(random.Random(7).sample(range(100, 1025, 33), 29))
+    mixed = functools.partial(Case, contexts=lens, query_lens=lens, layers=2)
     return [
+        mixed(name="29 x 100..1024", heads=(16, 8, 128)),
+        mixed(name="the same, GQA 8", heads=(32, 4, 128)),
         case("29 x 562", 29, 562, 0, (16, 8, 128)),
         case("16 x 1024", 16, 1024, 0, (40, 8, 128)),
         case("4 x 4096", 4, 4096, 0, (40, 8, 128)),
@@ -165,16 +171,8 @@ def prefill_cases() -> list[Case]:
     ]
 
 
-def prefill_configs(block_size: int) -> dict[str, PrefillConfig]:
-    tiles = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
-    if block_size >= 128:
-        tiles.append((128, 128, 8, 2))
-    return {
-        f"{q}x{k} w{warps} s{stages}": PrefillConfig(
-            query_tile=q, key_tile=k, num_warps=warps, num_stages=stages
-        )
-        for q, k, warps, stages in tiles
-    }
+def prefill_configs(case: Case, block_size: int) -> dict[str, PrefillConfig]:
+    return prefill_candidates(case.heads[0] // case.heads[1], block_size)
 
 
 # ---- inputs: caches cut out of one buffer, blocks in random order
@@ -438,7 +436,7 @@ def bench_prefill(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]
     for case in prefill_cases():
         for block_size in case.block_sizes:
             inputs = make_inputs(case, block_size, buffer, case.layers)
-            results = measure(case, prefill_calls, prefill_configs(block_size), inputs)
+            results = measure(case, prefill_calls, prefill_configs(case, block_size), inputs)
             shipped = measure(case, prefill_calls, {"shipped": None}, inputs)
             records.append({"case": case.name, "block": block_size, "us": results | shipped})
             texts = [
@@ -503,7 +501,7 @@ def main() -> None:
     if "prefill" in arguments.cases:
         for case in prefill_cases():
             for size in case.block_sizes:
-                work += [(case, size, config) for config in prefill_configs(size).values()]
+                work += [(case, size, config) for config in prefill_configs(case, size).values()]
     compile_all(work)
     if arguments.compile_only:
         return

@@ -1,4 +1,5 @@
-"""The attention kernels as compile_sm90 takes them: what ships, by shape and batch."""
+"""The attention kernels as compile_sm90 takes them, by shape and batch: what ships, and candidates
+for prefill."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from tests.bench.prefill_candidates import prefill_candidates
 
 from millstream.kernels import (
     paged_decode,
@@ -33,6 +35,9 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
                 yield decode_job(*heads, block_size, batch)
             yield decode_job(*heads, block_size, 256, repeat=True)
             yield prefill_job(*heads, block_size, paged_prefill.choose_config(BF16))
+    for heads, block_size in (((16, 8, 128), 64), ((32, 4, 128), 256)):
+        for config in prefill_candidates(heads[0] // heads[1], block_size).values():
+            yield prefill_job(*heads, block_size, config)
     for num_tokens in (1, 256):
         yield store_job(num_tokens)
 
@@ -81,8 +86,10 @@ def prefill_job(
         "HEAD_DIM": head_dim,
         "BLOCK": block_size,
         "QUERY_TILE": config.query_tile,
+        "HEADS": config.heads,
         "KEY_TILE": config.key_tile,
         "NUM_STAGES": config.num_stages,
+        "TAIL_APART": config.tail_apart,
         "SEQUENCES_BLOCK": 64,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

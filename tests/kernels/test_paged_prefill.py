@@ -58,6 +58,27 @@ def test_groups_and_head_dims(device: str, group: int, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize(("query_tile", "heads"), [(16, 2), (8, 4), (4, 16)])
+@pytest.mark.parametrize("tail_apart", [True, False])
+def test_heads_that_share_a_program(
+    device: str, group: int, query_tile: int, heads: int, tail_apart: bool
+) -> None:
+    """Groups that fill programs and such that do not; chunks with and without a prefix,
+    which end inside a tile and with one."""
+    config = PrefillConfig(
+        query_tile=query_tile, heads=heads, key_tile=16, num_warps=4, num_stages=2,
+        tail_apart=tail_apart,
+    )  # fmt: skip
+    contexts, query_lens = [21, 50, 16, 1, 33], [21, 9, 16, 1, 32]
+    paged = paged_kv(
+        contexts, num_kv_heads=2, head_dim=16, block_size=32, dtype=DTYPES[device][0],
+        device=device,
+    )  # fmt: skip
+    attend(paged, query_lens, group, config)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_many_short_chunks(device: str) -> None:
     """More sequences than tiles; a chunk's tile begins in the middle of another's number."""
     query_lens = [1 + index % 3 for index in range(70)]
@@ -67,6 +88,8 @@ def test_many_short_chunks(device: str) -> None:
         contexts, num_kv_heads=1, head_dim=16, block_size=16, dtype=dtype, device=device
     )
     attend(paged, query_lens, 1)
+    config = PrefillConfig(query_tile=2, heads=8, key_tile=16, num_warps=4, num_stages=2)
+    attend(paged, query_lens, 2, config)
 
 
 def test_bad_inputs_are_refused() -> None:
@@ -108,3 +131,30 @@ def test_full_size(group: int, head_dim: int, block_size: int) -> None:
         device="cuda",
     )  # fmt: skip
     attend(paged, query_lens, group)
+
+
+@GPU
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (3, 64), (8, 128)])
+@pytest.mark.parametrize(
+    ("query_tile", "heads", "key_tile", "num_warps"),
+    [(64, 2, 64, 8), (32, 2, 64, 4), (32, 2, 32, 4), (16, 4, 64, 4), (64, 1, 32, 4)],
+)
+@pytest.mark.parametrize("tail_apart", [True, False])
+def test_full_size_of_candidates(
+    group: int,
+    head_dim: int,
+    query_tile: int,
+    heads: int,
+    key_tile: int,
+    num_warps: int,
+    tail_apart: bool,
+) -> None:
+    config = PrefillConfig(
+        query_tile=query_tile, heads=heads, key_tile=key_tile, num_warps=num_warps, num_stages=3,
+        tail_apart=tail_apart,
+    )  # fmt: skip
+    paged = paged_kv(
+        [1024, 2000, 812, 129], num_kv_heads=2, head_dim=head_dim, block_size=64,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    attend(paged, [1024, 37, 300, 129], group, config)

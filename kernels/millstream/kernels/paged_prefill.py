@@ -2,9 +2,10 @@
 
     context of a sequence:  [ prefix: computed before )[ queries: the chunk's tokens )
 
-A program takes a tile of one sequence's queries and one query head, and goes through the context's
-tiles up to the diagonal, with an online softmax in float32. Tiles of queries are numbered so that a
-program finds its own from query_starts alone:
+A program takes a tile of one sequence's queries and some query heads of one KV head, and goes
+through the context's tiles up to the diagonal, with an online softmax in float32. Its rows are
+those queries, the heads of a token side by side. Tiles of queries are numbered so that a program
+finds its own from query_starts alone:
 
     sequence s has the numbers from  query_starts[s] // TILE + s  to that of s + 1
 
@@ -31,12 +32,14 @@ _MIN_SEQUENCES_BLOCK = 64  # fewer sequences share its compiled kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """The tile of a program, and how it is worked through."""
+    """The tile of a program, and how it is worked through. Sizes are powers of two."""
 
-    query_tile: int
+    query_tile: int  # tokens
+    heads: int = 1  # query heads of one KV head: 16 rows or more with them
     key_tile: int
     num_warps: int
     num_stages: int
+    tail_apart: bool = True  # tiles around the diagonal have a loop of their own: others no masks
 
 
 def choose_config(dtype: torch.dtype) -> PrefillConfig:
@@ -111,18 +114,21 @@ def _paged_prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     QUERY_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    TAIL_APART: tl.constexpr,
     SEQUENCES_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (query heads, numbers of tiles), the highest first: the last tile sees the most.
+    """Grid (HEADS query heads each, numbers of tiles), the highest first: the last tile sees the
+    most.
 
-    Heads that share a KV head run side by side. `scale` turns scores into powers of two.
+    Programs that share a KV head run side by side; the last of these may have fewer heads than
+    HEADS. `scale` turns scores into powers of two.
     """
     launch_dependents(PDL)
     wait(PDL)
-    head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     # One load of all sequences' data, not one to find the sequence and then others for its data.
     sequences = tl.arange(0, SEQUENCES_BLOCK)
@@ -146,32 +152,38 @@ def _paged_prefill_kernel(
     prefix = context - num_queries
     #  tokens:  [ seen by all rows of the tile )[ around the diagonal )
     #           0                              full_end               end
-    full_end = (prefix + tile_start + 1) // KEY_TILE * KEY_TILE
+    full_end = (prefix + tile_start + 1) // KEY_TILE * KEY_TILE if TAIL_APART else 0
     end = tl.minimum(prefix + tile_start + QUERY_TILE, context)
     next_ids = block_ids(table_ptr, 0, end, BLOCK, KEY_TILE)
 
     TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    PROGRAMS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    ROWS: tl.constexpr = QUERY_TILE * HEADS
+    kv_head = tl.program_id(0) // PROGRAMS
     key_ptr = key_cache_ptr + kv_head * HEAD_DIM
     value_ptr = value_cache_ptr + kv_head * HEAD_DIM
-    row = tile_start + tl.arange(0, QUERY_TILE)
+    row = tl.arange(0, ROWS)
+    query_token = tile_start + row // HEADS
+    head = tl.program_id(0) % PROGRAMS * HEADS + row % HEADS  # of the group
     column = tl.arange(0, HEAD_DIM)
-    query_at = (query_start + row).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM)
-    query_at += head * HEAD_DIM + column[None, :]
-    inside = (row < num_queries)[:, None]
+    query_at = (query_start + query_token).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM)
+    query_at += (kv_head * GROUP + head)[:, None] * HEAD_DIM + column[None, :]
+    inside = ((query_token < num_queries) & (head < GROUP))[:, None]
     query = tl.load(query_ptr + query_at, mask=inside, other=0.0)
-    last_seen = prefix + row
+    last_seen = prefix + query_token
 
-    maximum = tl.full([QUERY_TILE], float("-inf"), tl.float32)
-    total = tl.zeros([QUERY_TILE], tl.float32)
-    acc = tl.zeros([QUERY_TILE, HEAD_DIM], tl.float32)
-    for token in tl.range(0, full_end, KEY_TILE, num_stages=NUM_STAGES):
-        ids = next_ids
-        next_ids = block_ids(table_ptr, token + KEY_TILE, end, BLOCK, KEY_TILE)
-        acc, maximum, total = _attend_tile(
-            query, key_ptr, value_ptr, ids, token, last_seen, end, scale, acc, maximum, total,
-            HEAD_DIM, BLOCK, TOKEN_STRIDE, KEY_TILE, False,
-        )  # fmt: skip
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    if TAIL_APART:
+        for token in tl.range(0, full_end, KEY_TILE, num_stages=NUM_STAGES):
+            ids = next_ids
+            next_ids = block_ids(table_ptr, token + KEY_TILE, end, BLOCK, KEY_TILE)
+            acc, maximum, total = _attend_tile(
+                query, key_ptr, value_ptr, ids, token, last_seen, end, scale, acc, maximum, total,
+                HEAD_DIM, BLOCK, TOKEN_STRIDE, KEY_TILE, False,
+            )  # fmt: skip
     for token in tl.range(full_end, end, KEY_TILE, num_stages=NUM_STAGES):
         ids = next_ids
         next_ids = block_ids(table_ptr, token + KEY_TILE, end, BLOCK, KEY_TILE)
@@ -218,7 +230,9 @@ def paged_prefill(
     if not num_sequences or not num_tokens:
         return out
     config = config or choose_config(query.dtype)
-    _paged_prefill_kernel[(num_heads, num_tokens // config.query_tile + num_sequences)](
+    num_kv_heads = key_cache.shape[2]
+    head_programs = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, config.heads)
+    _paged_prefill_kernel[(head_programs, num_tokens // config.query_tile + num_sequences)](
         query,
         key_cache,
         value_cache,
@@ -231,12 +245,14 @@ def paged_prefill(
         block_tables.stride(0),
         head_dim**-0.5 * math.log2(math.e),
         NUM_HEADS=num_heads,
-        NUM_KV_HEADS=key_cache.shape[2],
+        NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK=key_cache.shape[1],
         QUERY_TILE=config.query_tile,
+        HEADS=config.heads,
         KEY_TILE=config.key_tile,
         NUM_STAGES=config.num_stages,
+        TAIL_APART=config.tail_apart,
         SEQUENCES_BLOCK=max(_MIN_SEQUENCES_BLOCK, triton.next_power_of_2(num_sequences)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
