@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+from tests.bench.sampling import MASSES_TILES
 from tests.kernels.attention_jobs import attention_jobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -30,6 +31,7 @@ from millstream.kernels import (
     qk_norm_rope_store,
     sample,
     sample_filters,
+    sample_masses,
     sample_shards,
     silu_mul,
     sum_add_rms_norm,
@@ -101,11 +103,13 @@ def samplers() -> Iterator[Job]:
             thresholds = F32 if extra else None
             sizes = {"HAS_THRESHOLDS": extra, "BLOCK": 1024}
             pointers = (logits, I64, F32, thresholds, F32, F32)
-            yield (
-                sample._masses_kernel,
-                (*pointers, 151_936, 3, 151_936, 149),
-                {**sizes, "BLOCKS": sample._TILE // 1024, "num_warps": sample._MASSES_WARPS},
-            )
+            for tile in MASSES_TILES:
+                shape = {"BLOCKS": tile.logits // 1024, "PIECE": 512 // logits.itemsize}
+                yield (
+                    sample_masses._masses_kernel,
+                    (*pointers, 151_936, 3, 151_936, 149),
+                    {**sizes, **shape, "num_warps": tile.warps},
+                )
             for shard in (False, True):
                 pointers = (logits, I64, I64, F32, I64, thresholds, F32, F32, F32 if shard else I64)
                 yield (

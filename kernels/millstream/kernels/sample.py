@@ -16,62 +16,12 @@ import triton.language as tl
 
 from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
+from millstream.kernels.sample_masses import LARGEST_BLOCK, block_masses, finite
 from millstream.kernels.sample_noise import block_noise, token_noise
 
-# Logits of a program, one or more blocks. One warp: a block's sums then need no barrier, and a
-# logit 10 instructions instead of the 17 that four warps spend on it (sm_90, bfloat16).
-_TILE = 2048
-_MASSES_WARPS = 1
 _CHOICE_WARPS = 8
 _MAX_BLOCKS = 4096
 _MAX_ROWS = 65535  # of a grid's second axis
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _masses_kernel(
-    logits_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    temperatures_ptr: tl.tensor,
-    thresholds_ptr: tl.tensor,
-    largest_ptr: tl.tensor,
-    log_sum_ptr: tl.tensor,
-    logits_stride: tl.tensor,
-    temperatures_stride: tl.tensor,
-    width: tl.tensor,
-    num_blocks: tl.tensor,
-    HAS_THRESHOLDS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Per block of a row: its largest logit and, of a random row, the logarithm of its sum of
-    exp((logit - largest) / temperature). Of a block of -inf: -inf, 0."""
-    launch_dependents(PDL)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row = tl.program_id(1).to(tl.int64)
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    wait(PDL)
-    temperature = tl.load(
-        temperatures_ptr + tl.load(slots_ptr + row).to(tl.int64) * temperatures_stride
-    )
-    logits = tl.load(
-        logits_ptr + row * logits_stride + column, mask=column < width, other=float("-inf")
-    ).to(tl.float32)
-    if HAS_THRESHOLDS:
-        logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
-    largest = tl.max(logits, axis=1)
-    at = row * num_blocks + block
-    tl.store(largest_ptr + at, largest, mask=block < num_blocks)
-    if temperature > 0:
-        powers = tl.exp2((logits - _finite(largest)[:, None]) * (1.4426950408889634 / temperature))
-        log_sum = tl.log(tl.maximum(tl.sum(powers, axis=1), 1.0))
-        tl.store(log_sum_ptr + at, log_sum, mask=block < num_blocks)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _finite(largest: tl.tensor) -> tl.tensor:
-    """What a block's logits can be taken relative to: not -inf, since -inf - -inf is no number."""
-    return tl.maximum(largest, -3.4028234663852886e38)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -115,7 +65,7 @@ def _choose_token(
     scores = logits
     if temperature > 0:
         noise = token_noise(seed, position, first_id, BLOCK)
-        scores = (logits - _finite(largest)) / temperature - tl.log(noise)
+        scores = (logits - finite(largest)) / temperature - tl.log(noise)
     return tl.argmax(scores, axis=0)
 
 
@@ -222,27 +172,8 @@ def choose(
     num_rows, width = logits.shape
     if not num_rows:
         return
-    num_blocks = triton.cdiv(width, block_size)
-    largest, log_sums = torch.empty(2, num_rows, num_blocks, device=logits.device)
-    options = pdl.options(logits.device)
-    blocks_per_program = _TILE // block_size
-    _masses_kernel[(triton.cdiv(num_blocks, blocks_per_program), num_rows)](
-        logits,
-        slots,
-        temperatures,
-        thresholds,
-        largest,
-        log_sums,
-        logits.stride(0),
-        temperatures.stride(0),
-        width,
-        num_blocks,
-        HAS_THRESHOLDS=thresholds is not None,
-        BLOCKS=blocks_per_program,
-        BLOCK=block_size,
-        num_warps=_MASSES_WARPS,
-        **options,
-    )
+    largest, log_sums = block_masses(logits, slots, temperatures, thresholds, block_size)
+    num_blocks = largest.shape[1]
     _choice_kernel[(num_rows,)](
         logits,
         slots,
@@ -265,7 +196,7 @@ def choose(
         WIDTH=triton.next_power_of_2(num_blocks),
         BLOCK=block_size,
         num_warps=_CHOICE_WARPS,
-        **options,
+        **pdl.options(logits.device),
     )
 
 
@@ -278,8 +209,8 @@ def _check(
     thresholds: torch.Tensor | None,
     block_size: int,
 ) -> None:
-    if block_size & (block_size - 1) or not 16 <= block_size <= _TILE:
-        raise ValueError(f"block_size: {block_size}, not a power of two from 16 to {_TILE}")
+    if block_size & (block_size - 1) or not 16 <= block_size <= LARGEST_BLOCK:
+        raise ValueError(f"block_size: {block_size}, not a power of two from 16 to {LARGEST_BLOCK}")
     if logits.dim() != 2 or not 0 < logits.shape[1] <= block_size * _MAX_BLOCKS:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, not [R, V]")
     if logits.shape[0] > _MAX_ROWS:
