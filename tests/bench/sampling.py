@@ -17,6 +17,7 @@ from tests.bench.graph_timing import graph_time
 from tests.bench.pointwise import buffers
 
 from millstream.engine.sampling import vocab_block
+from millstream.kernels.decode_state import SlotTables
 from millstream.kernels.sample import sample
 from millstream.kernels.sample_masses import SHIPPED, Tile, block_masses
 
@@ -36,17 +37,20 @@ def measure(rows: int, vocab_size: int, temperature: float) -> None:
     slots = torch.arange(rows, device="cuda")
     temperatures = torch.full((rows + 1,), temperature, device="cuda")
     seeds = torch.arange(rows + 1, device="cuda")
+    tables = SlotTables(computed=seeds.clone(), last_tokens=seeds.clone())
 
     def masses(tile: Tile, x: torch.Tensor) -> torch.Tensor:
         return block_masses(x, slots, temperatures, None, block_size, tile)
 
-    def whole(x: torch.Tensor) -> torch.Tensor:
-        return sample(x, slots, slots, temperatures, seeds, block_size=block_size)
+    def whole(advanced: SlotTables | None, x: torch.Tensor) -> torch.Tensor:
+        arguments = (slots, slots, temperatures, seeds)
+        return sample(x, *arguments, block_size=block_size, advanced=advanced)
 
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "torch's sum": lambda x: x.sum(dim=1, dtype=torch.float32),
         **{f"masses, {tile}": functools.partial(masses, tile) for tile in MASSES_TILES},
-        f"sample ({SHIPPED})": whole,
+        f"sample ({SHIPPED})": functools.partial(whole, None),
+        "sample and advance": functools.partial(whole, tables),
     }
     for name, call in calls.items():
         us = 1e6 * graph_time([functools.partial(call, each) for each in logits])

@@ -79,12 +79,15 @@ def jobs() -> Iterator[Job]:
     yield silu_mul._silu_mul_kernel, (BF16, BF16, 6144, 3072), swiglu
     for rows in (1, 256):
         sizes = {"ROWS": decode_state._ROWS, "num_warps": 1}
-        yield (
-            decode_state._read_kernel,
-            (I64, I64, I64, I32, I64, I32, 640, rows),
-            {**sizes, "BLOCK_SIZE": 64},
-        )
         yield decode_state._advance_kernel, (I64, I64, I64, I64, 256, rows), sizes
+        for hidden, warps in ((0, 1), (1024, 4), (5120, 16)):
+            rows_of = BF16 if hidden else None
+            sizes = {"BLOCK_SIZE": 64, "HIDDEN": hidden, "num_warps": warps}
+            yield (
+                decode_state._read_kernel,
+                (I64, I64, I64, I32, rows_of, I64, I32, rows_of, 640, rows),
+                {**sizes, "WIDTH": triton.next_power_of_2(max(hidden, 1))},
+            )
     yield from samplers()
     yield from attention_jobs()
     for (size, depth), configs in _MEASURED.items():
@@ -110,12 +113,15 @@ def samplers() -> Iterator[Job]:
                     (*pointers, 151_936, 3, 151_936, 149),
                     {**sizes, **shape, "num_warps": tile.warps},
                 )
-            for shard in (False, True):
-                pointers = (logits, I64, I64, F32, I64, thresholds, F32, F32, F32 if shard else I64)
+            for shard, advance in ((False, False), (False, True), (True, False)):
+                table = I64 if advance else None
+                out = F32 if shard else I64
+                pointers = (logits, I64, I64, F32, I64, thresholds, F32, F32, out, table, table)
+                sizes |= {"SHARD": shard, "ADVANCE": advance, "WIDTH": 256}
                 yield (
                     sample._choice_kernel,
-                    (*pointers, 151_936, 3, 5, 151_936, 149, 0, 256),
-                    {**sizes, "SHARD": shard, "WIDTH": 256, "num_warps": sample._CHOICE_WARPS},
+                    (*pointers, 256, 151_936, 3, 5, 151_936, 149, 0, 256),
+                    {**sizes, "num_warps": sample._CHOICE_WARPS},
                 )
         yield (
             sample_filters._thresholds_kernel,

@@ -7,6 +7,8 @@ import torch
 
 from millstream.engine import sampling
 from millstream.engine.stepping.noise import block_noise, token_noise
+from millstream.kernels import reference_state
+from millstream.kernels.decode_state import SlotTables
 from millstream.kernels.sample import sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -196,6 +198,32 @@ def test_thresholds(device: str) -> None:
         )
         assert torch.equal(got, sample(cut, slots, positions, temperatures, seeds, block_size=16))
         assert logits[0, got[0]] >= thresholds[0] and got[2] == logits[2].argmax()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_it_may_advance_the_slots_that_it_samples_for(device: str, dtype: torch.dtype) -> None:
+    """As advance_slots would with the same ids; the last slot pads, and stays as it is."""
+    num_slots = 6
+    temperatures, seeds = tables([0.0, 0.7, 1.0, 0.0, 1.3, 0.0], device)
+    slots = torch.tensor([4, 5, 0, 1, 5], device=device)
+    logits = logits_of(len(slots), 300).to(device)
+    generator = torch.Generator().manual_seed(1)
+    computed, last_tokens = torch.randint(0, 99, (2, num_slots), generator=generator)
+    computed[-1] = last_tokens[-1] = 0
+    state = SlotTables(
+        computed=computed.to(device, copy=True), last_tokens=last_tokens.to(device, copy=True)
+    )
+    positions = state.computed[slots].to(dtype) + 1
+    arguments = (logits, slots, positions, temperatures, seeds)
+    token_ids = sample(*arguments, block_size=BLOCK, advanced=state)
+    assert torch.equal(token_ids, sample(*arguments, block_size=BLOCK))
+    expected = reference_state.advance_slots(slots.cpu(), token_ids.cpu(), computed, last_tokens)
+    assert torch.equal(state.computed.cpu(), expected[0])
+    assert torch.equal(state.last_tokens.cpu(), expected[1])
+    for bad in (state.computed[:2], state.computed.int()):
+        refused = SlotTables(computed=bad, last_tokens=state.last_tokens)
+        with pytest.raises(ValueError, match="computed and last_tokens"):
+            sample(*arguments, block_size=BLOCK, advanced=refused)
 
 
 def test_rows_may_lie_apart_and_ids_stay_in_the_vocabulary(device: str) -> None:

@@ -35,3 +35,5 @@ class ForwardBatch:
     # max(prompt length, position + 1). None: position + 1, right for prompts within the original
     # limit of the model.
     rope_lens: torch.Tensor | None = None
+    # [T, hidden]: the tokens' embeddings, for the model to add to. None: it looks them up.
+    embedded: torch.Tensor | None = None

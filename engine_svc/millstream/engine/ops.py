@@ -75,8 +75,9 @@ class SlotOps(Protocol):
     """A step of decodes from the slots' state to their next, without the host: what a CUDA graph
     holds besides the model."""
 
-    def read(self, slots: Tensor, state: SlotState) -> DecodeInputs:
-        """What the model reads when `slots` [n] compute a token each."""
+    def read(self, slots: Tensor, state: SlotState, embedding: Tensor | None) -> DecodeInputs:
+        """What the model reads when `slots` [n] compute a token each; their embeddings among it if
+        `embedding` [vocab_size, hidden] is given."""
 
     def sample(
         self,
@@ -86,6 +87,7 @@ class SlotOps(Protocol):
         table: SlotSampling,
         *,
         filtered: bool,
+        advanced: SlotState | None = None,
     ) -> Tensor:
         """One token id [R] int64 for each row of logits [R, V], as sampling.sample would.
 
@@ -93,6 +95,7 @@ class SlotOps(Protocol):
             positions: [R] int32 or int64, the index of the token to sample in prompt + output.
             slots: [R] int64, entries of `table`.
             filtered: some of the rows may have top-k, top-p or min-p.
+            advanced: then to be as `advance` leaves it, of slots that computed a token each.
         """
 
     def best_of_shard(
@@ -128,6 +131,9 @@ class DecodeInputs(Protocol):
     def kv_indices(self) -> Tensor: ...
     @property
     def context_lens(self) -> Tensor: ...
+    @property
+    def embedded(self) -> Tensor | None:
+        """[n, hidden]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

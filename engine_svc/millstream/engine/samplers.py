@@ -38,6 +38,15 @@ class Sampler:
             logits, positions, slots, self._slots.sampling, filtered=filtered
         )
 
+    def sample_and_advance(
+        self, logits: Tensor, positions: Tensor, slots: Tensor, *, filtered: bool
+    ) -> Tensor:
+        """As sample_slots, of slots that decode: their state is the next step's then."""
+        sampling, state = self._slots.sampling, self._slots.state
+        return self._slot_ops.sample(
+            logits, positions, slots, sampling, filtered=filtered, advanced=state
+        )
+
     def choose(self, logits: Tensor, choose: Choose) -> Tensor:
         """What `choose` makes of the model's logits, once their rows are whole; on all ranks."""
         return choose(logits)
@@ -82,6 +91,13 @@ class RankSampler(Sampler):
         """Whatever `filtered`: random rows with filters are gathered whole."""
         sampling = self._slots.sampling
         return self._shards.sample_slots(logits, positions, slots, sampling, self._slot_ops)
+
+    def sample_and_advance(
+        self, logits: Tensor, positions: Tensor, slots: Tensor, *, filtered: bool
+    ) -> Tensor:
+        token_ids = self.sample_slots(logits, positions, slots, filtered=filtered)
+        self._slot_ops.advance(slots, token_ids, self._slots.state)
+        return token_ids
 
     def choose(self, logits: Tensor, choose: Choose) -> Tensor:
         return self._shards.sample_whole(logits, choose)

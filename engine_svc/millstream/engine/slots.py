@@ -220,10 +220,12 @@ class SlotTable:
             rope_lens=rope_lens,
         )
 
-    def decode_batch(self, slots: torch.Tensor, ops: SlotOps) -> ForwardBatch:
+    def decode_batch(
+        self, slots: torch.Tensor, ops: SlotOps, embedding: torch.Tensor | None
+    ) -> ForwardBatch:
         """The input of a step in which `slots` [n], some of them perhaps the padding slot, decode.
-        All that it reads from the host is n: a CUDA graph may record it."""
-        num_slots, inputs = len(slots), ops.read(slots, self.state)
+        All that it reads from the host is n: a CUDA graph may record it. embedding: as ops.read."""
+        num_slots, inputs = len(slots), ops.read(slots, self.state, embedding)
         return ForwardBatch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
@@ -236,6 +238,7 @@ class SlotTable:
             num_decodes=num_slots,
             query_lens=(1,) * num_slots,
             contexts=(),
+            embedded=inputs.embedded,
         )
 
     def advance(

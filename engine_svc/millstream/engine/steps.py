@@ -190,7 +190,7 @@ class Steps:
         """The step that a CUDA graph records: `slots` [n] decode."""
         table, ops = self.slots, self._ops.on_slots
         assert ops is not None, "resolve chose graphs for ops that can"
-        batch = table.decode_batch(slots, ops)
+        batch = table.decode_batch(slots, ops, self.model.whole_embedding)
         logits = self.model(batch, self.kv_cache)
         if kind is Kind.LOGITS:
             if self._logits is None:
@@ -198,11 +198,8 @@ class Steps:
                 self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
             return self._logits[: len(slots)].copy_(logits)
         positions = batch.context_lens  # a context's length is the position of the token after it
-        token_ids = self._sampler.sample_slots(
-            logits, positions, slots, filtered=kind is Kind.FILTERED
-        )
-        ops.advance(slots, token_ids, table.state)
-        return token_ids
+        filtered = kind is Kind.FILTERED
+        return self._sampler.sample_and_advance(logits, positions, slots, filtered=filtered)
 
     def chunks(self, layout: BatchLayout) -> torch.Tensor:
         """The step that a CUDA graph records: chunks and decodes, filled up."""

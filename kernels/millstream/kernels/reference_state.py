@@ -19,6 +19,11 @@ def read_slots(
     return last_tokens[slots], positions, indices, (positions + 1).int()
 
 
+def embed(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """[n, hidden]: the rows of an embedding [vocab_size, hidden]."""
+    return embedding[token_ids]
+
+
 def advance_slots(
     slots: torch.Tensor, token_ids: torch.Tensor, computed: torch.Tensor, last_tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.decode_state import SlotTables, check_tables, store_state
 from millstream.kernels.pdl import launch_dependents, wait
 from millstream.kernels.sample_masses import LARGEST_BLOCK, block_masses, finite
 from millstream.kernels.sample_noise import block_noise, token_noise
@@ -80,6 +81,9 @@ def _choice_kernel(
     largest_ptr: tl.tensor,
     log_sum_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    computed_ptr: tl.tensor,
+    last_tokens_ptr: tl.tensor,
+    padding_slot: tl.tensor,
     logits_stride: tl.tensor,
     temperatures_stride: tl.tensor,
     seeds_stride: tl.tensor,
@@ -89,11 +93,13 @@ def _choice_kernel(
     num_rows: tl.tensor,
     HAS_THRESHOLDS: tl.constexpr,
     SHARD: tl.constexpr,
+    ADVANCE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Per row: a block, and a token of it. SHARD: as the three numbers of sample_shards.py."""
+    """Per row: a block, and a token of it. SHARD: as the three numbers of sample_shards.py.
+    ADVANCE: it is the last of the row's slot, which has computed all tokens before it."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
@@ -126,6 +132,11 @@ def _choice_kernel(
         tl.store(out_ptr + 2 * num_rows + row, token_id.to(tl.float32))
     else:
         tl.store(out_ptr + row, token_id.to(tl.int64))
+    if ADVANCE:
+        store_state(
+            computed_ptr, last_tokens_ptr, padding_slot, slot, position.to(tl.int64),
+            token_id.to(tl.int64), row < num_rows,
+        )  # fmt: skip
 
 
 def sample(
@@ -137,6 +148,7 @@ def sample(
     *,
     block_size: int,
     thresholds: torch.Tensor | None = None,
+    advanced: SlotTables | None = None,
 ) -> torch.Tensor:
     """The token ids [R] int64 of logits [R, V] in bfloat16, float16 or float32, which stay.
 
@@ -147,10 +159,22 @@ def sample(
     block_size: a power of two from 16 to 2048; what a seed samples depends on it.
     thresholds: [R] float32, contiguous: tokens of lower logits are not sampled; some token of each
     row must reach it.
+    advanced: the tables in which each slot (int64; distinct, but for the last, which stays as it
+    is) has then computed `positions` tokens, and sampled the row's last.
     Raises ValueError if shapes, dtypes, strides or block_size are others.
     """
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    choose(logits, slots, positions, temperatures, seeds, thresholds, token_ids, block_size)
+    choose(
+        logits,
+        slots,
+        positions,
+        temperatures,
+        seeds,
+        thresholds,
+        token_ids,
+        block_size,
+        advanced=advanced,
+    )
     return token_ids
 
 
@@ -165,10 +189,13 @@ def choose(
     block_size: int,
     *,
     first_id: int | None = None,
+    advanced: SlotTables | None = None,
 ) -> None:
     """The two launches of `sample`, which leave token ids in out [R] int64; or, of logits of the
     ids from first_id on, the three numbers of sample_shards.py in out [3, R] float32."""
     _check(logits, slots, positions, temperatures, seeds, thresholds, block_size)
+    if advanced is not None:
+        check_tables(slots, advanced)
     num_rows, width = logits.shape
     if not num_rows:
         return
@@ -184,6 +211,9 @@ def choose(
         largest,
         log_sums,
         out,
+        None if advanced is None else advanced.computed,
+        None if advanced is None else advanced.last_tokens,
+        0 if advanced is None else len(advanced.computed) - 1,
         logits.stride(0),
         temperatures.stride(0),
         seeds.stride(0),
@@ -193,6 +223,7 @@ def choose(
         num_rows,
         HAS_THRESHOLDS=thresholds is not None,
         SHARD=first_id is not None,
+        ADVANCE=advanced is not None,
         WIDTH=triton.next_power_of_2(num_blocks),
         BLOCK=block_size,
         num_warps=_CHOICE_WARPS,

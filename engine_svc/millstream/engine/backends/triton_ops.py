@@ -27,7 +27,7 @@ from millstream.engine.parallel import Group
 from millstream.engine.rope import RotaryEmbedding
 from millstream.engine.sampling import vocab_block
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
-from millstream.kernels.decode_state import DecodeInputs, advance_slots, read_slots
+from millstream.kernels.decode_state import DecodeInputs, SlotTables, advance_slots, read_slots
 from millstream.kernels.gemv import Norm
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import Workspace, linear
@@ -111,10 +111,8 @@ class TritonOps:
     def on_slots(self) -> TritonOps:
         return self
 
-    def read(self, slots: Tensor, state: SlotState) -> DecodeInputs:
-        return read_slots(
-            slots, state.computed, state.last_tokens, state.block_tables, self._block_size
-        )
+    def read(self, slots: Tensor, state: SlotState, embedding: Tensor | None) -> DecodeInputs:
+        return read_slots(slots, _tables(state), state.block_tables, self._block_size, embedding)
 
     def sample(
         self,
@@ -124,6 +122,7 @@ class TritonOps:
         table: SlotSampling,
         *,
         filtered: bool,
+        advanced: SlotState | None = None,
     ) -> Tensor:
         least = None
         if filtered:
@@ -138,6 +137,7 @@ class TritonOps:
             table.seeds,
             block_size=vocab_block(self._vocab_size),
             thresholds=least,
+            advanced=None if advanced is None else _tables(advanced),
         )
 
     def best_of_shard(
@@ -157,7 +157,7 @@ class TritonOps:
         return best_of_shards(shards, slots, table.temperatures, vocab_size=self._vocab_size)
 
     def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
-        advance_slots(slots, token_ids, state.computed, state.last_tokens)
+        advance_slots(slots, token_ids, _tables(state))
 
     def decode_for(self, num_sequences: int) -> PagedDecode:
         sizes = self._batch_sizes[-1:] if self.invariant else self._batch_sizes
@@ -276,6 +276,10 @@ class TritonStepOps:
             attention.prefill(query[chunks], keys, values, attended[chunks])
             attention.decode(query[decodes], keys, values, attended[decodes])
         return attended.view(len(qkv), -1)
+
+
+def _tables(state: SlotState) -> SlotTables:
+    return SlotTables(computed=state.computed, last_tokens=state.last_tokens)
 
 
 def _summed_norm(part: Tensor, residual: Tensor, norm: RMSNorm, ranks: Group) -> Tensor:

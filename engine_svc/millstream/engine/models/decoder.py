@@ -70,6 +70,12 @@ class DecoderModel(nn.Module):
         every = len(batch.sample_rows) == len(batch.token_ids)
         return self.logits(self.hidden(batch, kv_cache, None if every else batch.sample_rows))
 
+    @property
+    def whole_embedding(self) -> Tensor | None:
+        """[vocab_size, hidden_size]; None where ranks have a part each."""
+        embedding = self.model.embed_tokens
+        return embedding.weight if embedding.rows.is_whole else None
+
     def hidden(self, batch: ForwardBatch, kv_cache: KVCache, rows: Tensor | None = None) -> Hidden:
         """All of a step but the LM head, for its tokens rows [n] int64, or for all; fills the KV
         cache."""
@@ -112,7 +118,8 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch, ops: StepOps, rows: Tensor | None) -> Stream:
         """The residual stream [n, hidden_size] of tokens rows [n], or of all, before the final
         norm."""
-        stream = Stream(self.embed_tokens(batch.token_ids))
+        embedded = batch.embedded
+        stream = Stream(self.embed_tokens(batch.token_ids) if embedded is None else embedded)
         *layers, last = self.layers
         for layer in layers:
             stream = layer(stream, ops)
