@@ -108,6 +108,7 @@ def samplers() -> Iterator[Job]:
             pointers = (logits, I64, F32, thresholds, F32, F32)
             for tile in MASSES_TILES:
                 shape = {"BLOCKS": tile.logits // 1024, "PIECE": 512 // logits.itemsize}
+                shape["LAST_FIRST"] = tile.last_first
                 yield (
                     sample_masses._masses_kernel,
                     (*pointers, 151_936, 3, 151_936, 149),

@@ -23,10 +23,13 @@ _BYTES_PER_WARP = 32 * 16  # of one load of a warp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What a program reads: so many logits, a power of two and at least LARGEST_BLOCK a warp."""
+    """What a program reads, and when."""
 
-    logits: int
+    logits: int  # a power of two, at least LARGEST_BLOCK
     warps: int
+    # All rows' last blocks first: a product that goes through the vocabulary has left them in the
+    # L2. Otherwise row by row.
+    last_first: bool = False
 
 
 SHIPPED = Tile(logits=2048, warps=1)
@@ -48,6 +51,7 @@ def _masses_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Per block of a row: its largest logit and, of a random row, the logarithm of its sum of
@@ -55,8 +59,13 @@ def _masses_kernel(
     launch_dependents(PDL)
     #  [piece of a block, block, logit of a piece]: a piece is a warp's load, and warps are laid
     #  along blocks before they are along pieces
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row = tl.program_id(1).to(tl.int64)
+    if LAST_FIRST:
+        part = tl.num_programs(1) - 1 - tl.program_id(1)
+        row = tl.program_id(0).to(tl.int64)
+    else:
+        part = tl.program_id(0)
+        row = tl.program_id(1).to(tl.int64)
+    block = part * BLOCKS + tl.arange(0, BLOCKS)
     piece = tl.arange(0, BLOCK // PIECE) * PIECE
     first = block[None, :, None] * BLOCK + piece[:, None, None]
     column = first + tl.arange(0, PIECE)[None, None, :]
@@ -103,7 +112,8 @@ def block_masses(
     num_blocks = triton.cdiv(width, block_size)
     masses = torch.empty(2, num_rows, num_blocks, device=logits.device)
     blocks_per_program = tile.logits // block_size
-    _masses_kernel[(triton.cdiv(num_blocks, blocks_per_program), num_rows)](
+    parts = triton.cdiv(num_blocks, blocks_per_program)
+    _masses_kernel[(num_rows, parts) if tile.last_first else (parts, num_rows)](
         logits,
         slots,
         temperatures,
@@ -118,6 +128,7 @@ def block_masses(
         BLOCKS=blocks_per_program,
         BLOCK=block_size,
         PIECE=min(block_size, _BYTES_PER_WARP // logits.itemsize),
+        LAST_FIRST=tile.last_first,
         num_warps=tile.warps,
         **pdl.options(logits.device),
     )
