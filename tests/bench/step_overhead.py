@@ -35,13 +35,15 @@ class StubGraph:
 class StubRunner:
     """ModelRunner's launch() with a device that takes no time."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, *, vocab_size: int = 1000, max_num_batched_tokens: int = 1 << 20
+    ) -> None:
         self.info = RunnerInfo(
-            vocab_size=1000,
+            vocab_size=vocab_size,
             eos_token_ids=(0,),
             max_model_len=4096,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=1 << 20,
+            max_num_batched_tokens=max_num_batched_tokens,
             block_size=64,
             num_blocks=max_num_seqs * 64,
             max_in_flight=2,
