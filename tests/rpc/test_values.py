@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import fractions
 import math
 from typing import Any
 
@@ -104,6 +106,16 @@ def test_none_is_unset_for_every_field() -> None:
     params = SamplingParams(**dict.fromkeys(fields))
     assert to_proto(params) == engine_pb2.SamplingParams()
     assert params.stop_strings == ()
+
+
+def test_numbers_of_other_types_become_what_protobuf_takes() -> None:
+    class Whole(enum.IntEnum):
+        TWO = 2
+
+    params = SamplingParams(temperature=fractions.Fraction(1, 2), top_p=1, max_tokens=Whole.TWO)
+    assert to_proto(params) == engine_pb2.SamplingParams(temperature=0.5, top_p=1, max_tokens=2)
+    with pytest.raises(InvalidArgument, match=r"^max_tokens: a whole number, not True"):
+        to_proto(SamplingParams(max_tokens=True))
 
 
 def test_a_long_bad_value_is_shown_shortened() -> None:

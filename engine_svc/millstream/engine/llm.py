@@ -18,7 +18,13 @@ from tqdm.auto import tqdm
 
 from millstream.engine.core import EngineCore
 from millstream.engine.grammars.errors import GrammarError, GrammarsFullError, VocabularyError
-from millstream.engine.in_process.arguments import Prompt, engine_config, params_list, prompt_list
+from millstream.engine.in_process.arguments import (
+    Prompt,
+    engine_config,
+    params_list,
+    prompt_ids,
+    prompt_list,
+)
 from millstream.engine.in_process.interrupts import uninterrupted
 from millstream.engine.load import find_model, load_core
 from millstream.engine.plan import RunnerInfo, TokenLogprobs
@@ -29,7 +35,7 @@ from millstream.engine.validation.structured_output import refusal_of
 from millstream.engine.validation.submissions import to_requests
 from millstream.rpc.errors import EngineFault, Unsupported
 from millstream.rpc.sampling_params import SamplingParams, to_proto
-from millstream.rpc.values import check_ids, check_text, refusal
+from millstream.rpc.values import check_text, refusal
 from millstream.v1 import engine_pb2
 
 
@@ -159,17 +165,14 @@ class LLM:
                 "stop: stop strings are matched by the client; LLM takes stop_token_ids",
                 field="stop",
             )
-        submission = engine_pb2.Submission(
-            token_ids=self._encode(check_text("prompt", prompt))
-            if isinstance(prompt, str)
-            else check_ids("prompt", prompt),
-            sampling=to_proto(params),
-        )
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt_ids(prompt)
+        submission = engine_pb2.Submission(sampling=to_proto(params))
         for text in params.bad_word_texts:
-            token_ids = self._load_tokenizer().encode(text, add_special_tokens=False)
-            submission.sampling.bad_words.add(token_ids=token_ids)
+            word = self._load_tokenizer().encode(text, add_special_tokens=False)
+            submission.sampling.bad_words.add(token_ids=word)
         samples = to_requests(
             submission,
+            token_ids=token_ids,
             key=self._num_keys,
             info=self.info,
             random_seed=secrets.randbits(64),
@@ -252,6 +255,7 @@ class LLM:
         self._outputs.clear()
 
     def _encode(self, text: str) -> list[int]:
+        text = check_text("prompt", text)
         token_ids: list[int] = self._load_tokenizer().encode(text)
         return token_ids
 

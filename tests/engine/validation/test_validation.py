@@ -96,6 +96,22 @@ def test_row_19_empty_prompt() -> None:
     refused(InvalidArgument, "token_ids", token_ids=[])
 
 
+def test_a_prompt_beside_the_submission_meets_the_same_checks() -> None:
+    """As LLM gives it."""
+    message = engine_pb2.Submission(sampling=engine_pb2.SamplingParams(n=2))
+    beside = to_requests(message, key=5, info=INFO, random_seed=99, token_ids=[1, 2, 3])
+    message.token_ids.extend([1, 2, 3])
+    assert beside == to_requests(message, key=5, info=INFO, random_seed=99)
+    for kind, bad in (
+        (InvalidArgument, []),
+        (InvalidArgument, [1, 100]),
+        (InvalidArgument, [2**70]),
+        (PromptTooLong, [1] * 64),
+    ):
+        with pytest.raises(kind, match=r"^token_ids: "):
+            to_requests(message, key=5, info=INFO, random_seed=99, token_ids=bad)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     "name",

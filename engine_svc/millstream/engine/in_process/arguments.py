@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from millstream.engine.config import EngineConfig
 from millstream.rpc.sampling_params import SamplingParams
-from millstream.rpc.values import check_list
+from millstream.rpc.values import UINT32_MAX, check_ids, check_list
 
 Prompt = str | Sequence[int]
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=UINT32_MAX)]]
 
 
 def engine_config(model: str | None, options: dict[str, Any]) -> EngineConfig:
@@ -32,6 +36,14 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items: Sequence[Any] = check_list("prompts", prompts, wanted)
     is_one = len(items) > 0 and isinstance(items[0], numbers.Integral)
     return [items] if is_one else list(items)
+
+
+def prompt_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt's token ids as plain ints, in a list of its own. Raises as check_ids does."""
+    if isinstance(prompt, list | tuple):
+        with contextlib.suppress(msgspec.ValidationError):  # check_ids knows what to say
+            return msgspec.convert(prompt, _TokenIds)
+    return [int(token_id) for token_id in check_ids("prompt", prompt)]
 
 
 def params_list(

@@ -51,6 +51,7 @@ _RANGES: Mapping[_Number, _Range] = {
     "frequency_penalty": _Range(low=-2, high=2, default=0),
     "repetition_penalty": _Range(low=0, high=math.inf, default=1, above=True),
 }
+_DEFAULTS: Mapping[_Number, float] = {name: each.default for name, each in _RANGES.items()}
 _TEXT = "text is the Tokenizer service's business: give it to Detokenize"
 
 
@@ -119,12 +120,12 @@ def resolved_sampling(sampling: Sampling) -> engine_pb2.SamplingParams:
 def check_scalars(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
     """Every float field, its default where it is unset. Raises InvalidArgument for one that is out
     of range, and for an integer that is."""
-    numbers: dict[_Number, float] = {}
+    numbers = dict(_DEFAULTS)
     for name, allowed in _RANGES.items():
-        value: float = getattr(params, name) if params.HasField(name) else allowed.default
-        if value not in allowed:
-            raise invalid(f"sampling.{name}", str(allowed), f"{value:.7g}")
-        numbers[name] = value
+        if params.HasField(name):
+            value = numbers[name] = getattr(params, name)
+            if value not in allowed:
+                raise invalid(f"sampling.{name}", str(allowed), f"{value:.7g}")
     for field, integers in INTEGER_RANGES.items():
         if params.HasField(field) and getattr(params, field) not in integers:
             raise invalid(f"sampling.{field}", str(integers), getattr(params, field))
@@ -135,16 +136,27 @@ def check_scalars(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
 class _Lists:
     """Fields of Sampling."""
 
-    stop_token_ids: tuple[int, ...]
-    logit_bias: tuple[tuple[int, float], ...]
-    allowed_token_ids: tuple[int, ...]
-    bad_words: tuple[tuple[int, ...], ...]
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+_NO_LISTS = _Lists()
 
 
 def _check_lists(params: engine_pb2.SamplingParams, info: RunnerInfo) -> _Lists:
     """The fields that hold token ids, checked each alone and then together."""
     if "" in params.stop:
         raise InvalidArgument("sampling.stop: non-empty strings only", field="sampling.stop")
+    if not (
+        params.stop_token_ids
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.min_tokens  # must leave an id that ends nothing
+    ):
+        return _NO_LISTS
     check_vocabulary("sampling.allowed_token_ids", params.allowed_token_ids, info)
     lists = _Lists(
         stop_token_ids=_stop_token_ids(params, info),
@@ -221,17 +233,12 @@ def _check_something_is_left(
 
 def _refuse_unsupported(params: engine_pb2.SamplingParams) -> None:
     """Raises for every field that the engine would otherwise ignore; bad values come first."""
-    refused: dict[str, tuple[bool, str]] = {
-        "stop": (bool(params.stop), _TEXT + " and cancel on a match"),
-        "include_stop": (params.include_stop, _TEXT),
-        "skip_special_tokens": (
-            params.HasField("skip_special_tokens") and not params.skip_special_tokens,
-            _TEXT,
-        ),
-    }
-    for name, (is_set, why) in refused.items():
-        if is_set:
-            raise unsupported(f"sampling.{name}", why)
+    if params.stop:
+        raise unsupported("sampling.stop", _TEXT + " and cancel on a match")
+    if params.include_stop:
+        raise unsupported("sampling.include_stop", _TEXT)
+    if params.HasField("skip_special_tokens") and not params.skip_special_tokens:
+        raise unsupported("sampling.skip_special_tokens", _TEXT)
 
 
 def _max_tokens(params: engine_pb2.SamplingParams, prompt_tokens: int, info: RunnerInfo) -> int:
