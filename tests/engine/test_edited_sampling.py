@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.tiny_models import make_tiny_model
 from tests.token_grammars import CountingGrammars
 from transformers import AutoModelForCausalLM
@@ -322,7 +323,9 @@ def test_a_grammar_is_followed_token_by_token(folder: Path, ahead: bool) -> None
                 for i in range(4)
             ]
             requests = [
-                replace(sample, sampling=replace(sample.sampling, grammar=spec)) if i else sample
+                structs.replace(sample, sampling=structs.replace(sample.sampling, grammar=spec))
+                if i
+                else sample
                 for i, sample in enumerate(samples)
             ]
             llm._submit(requests)

@@ -4,9 +4,8 @@ A step takes one second, so the waiting times (queue_s) are in steps."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 from tests.toy_engine import Engine
 from tests.toy_runner import reference, toy_info, toy_request
 
@@ -152,9 +151,7 @@ def test_an_urgent_prompt_in_the_making_is_not_preempted_for_a_patient_decode() 
 def samples(count: int) -> list[Request]:
     first = toy_request(1, list(range(11)), max_tokens=5, seed=7)
     return [
-        dataclasses.replace(
-            first, key=1 + i, sampling=dataclasses.replace(first.sampling, seed=7 + i)
-        )
+        structs.replace(first, key=1 + i, sampling=structs.replace(first.sampling, seed=7 + i))
         for i in range(count)
     ]
 

@@ -4,7 +4,6 @@ and seeded sampling against itself."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -146,7 +146,7 @@ def test_short_prompts_that_pass_a_long_one(case: Case) -> None:
         llm.add_request(PROMPTS[long], GREEDY)
         llm.step()
         urgent = llm._samples(PROMPTS[8], GREEDY)
-        llm._submit([dataclasses.replace(request, priority=-1) for request in urgent])
+        llm._submit([structs.replace(request, priority=-1) for request in urgent])
         for prompt in PROMPTS[:5]:
             llm.add_request(prompt, GREEDY)
         outputs: dict[int, list[int]] = {}

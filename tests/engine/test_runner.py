@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.tiny_models import make_tiny_model
 
 from millstream.engine.attention import KVCache
@@ -157,7 +158,7 @@ def start_decoding(table: SlotTable, sampling: list[Sampling], min_tokens: int =
     )
     scheduler = Scheduler(info, False)
     for key, each in enumerate(sampling):
-        each = replace(each, min_tokens=min_tokens)
+        each = structs.replace(each, min_tokens=min_tokens)
         scheduler.add(Request(key=key, token_ids=[1, 2, 3], sampling=each), 0.0)
     step(scheduler, table)
     return scheduler

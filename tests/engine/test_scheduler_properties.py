@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from tests.toy_runner import ToyRunner, prompt_scores, reference, toy_info, toy_request
 
 from millstream.engine.plan import Plan, RunnerInfo, TokenLogprobs
@@ -174,10 +175,10 @@ class Traffic:
 def samples(first: Request, count: int) -> list[Request]:
     """As validation makes them of a submission with n: consecutive keys and seeds."""
     return [
-        replace(
+        structs.replace(
             first,
             key=first.key + i,
-            sampling=replace(first.sampling, seed=first.sampling.seed + i),
+            sampling=structs.replace(first.sampling, seed=first.sampling.seed + i),
         )
         for i in range(count)
     ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request
@@ -338,8 +339,8 @@ def test_samples_differ_in_key_and_seed_alone() -> None:
     assert [other.key for other in others] == [6, 7, 8]
     assert [other.sampling.seed for other in others] == [2**64 - 1, 0, 1]
     for other in others:
-        like_first = replace(other.sampling, seed=first.sampling.seed)
-        assert replace(other, key=5, sampling=like_first) == first
+        like_first = structs.replace(other.sampling, seed=first.sampling.seed)
+        assert structs.replace(other, key=5, sampling=like_first) == first
         assert (other.client, other.sampling.n) == (3, 4)
     assert [sample.sampling.seed for sample in samples(n=2)] == [99, 100]
     assert [resolved_proto(sample).n for sample in samples(n=2)] == [2, 2]

@@ -6,7 +6,7 @@ never out of range. Errors name the bad field by its proto path ("sampling.top_p
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request
