@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,17 +73,21 @@ class BatchLayout:
 def layout_arrays(host: HostLayout) -> list[Ints]:
     """What layout_of needs on the device."""
     rows = np.repeat(np.arange(len(host.slots)), host.query_lens)
-    chunks = host.plan.chunks
-    tokens = itertools.chain.from_iterable(chunk.token_ids for chunk in chunks)
     return [
         host.slots,
         rows,
         np.arange(len(rows)) - host.query_starts[rows],
         host.query_starts,
-        np.fromiter(tokens, dtype=np.int64, count=len(rows) - len(host.plan.decode_slots)),
+        _chunk_token_ids(host.plan),
         host.query_starts[1:][host.samples] - 1,
         host.sample_slots,
     ]
+
+
+def _chunk_token_ids(plan: Plan) -> Ints:
+    """[tokens of all chunks]. An array takes a tuple's ids three times as fast as numpy does."""
+    parts = [array("I", chunk.token_ids) for chunk in plan.chunks]
+    return np.frombuffer(b"".join(parts), dtype=np.uint32).astype(np.int64)
 
 
 def padded_arrays(host: HostLayout, bucket: Bucket, padding_slot: int) -> list[Ints]:
@@ -105,8 +109,7 @@ def padded_arrays(host: HostLayout, bucket: Bucket, padding_slot: int) -> list[I
     offsets = np.zeros(len(rows), dtype=np.int64)
     offsets[:num_tokens] = np.arange(num_tokens) - host.query_starts[rows[:num_tokens]]
     token_ids = np.zeros(bucket.tokens, dtype=np.int64)
-    chunks = (chunk.token_ids for chunk in host.plan.chunks)
-    token_ids[:num_tokens] = np.fromiter(itertools.chain.from_iterable(chunks), dtype=np.int64)
+    token_ids[:num_tokens] = _chunk_token_ids(host.plan)
     sampled = np.flatnonzero(host.samples)
     sampled[sampled >= num_chunks] += bucket.chunks - num_chunks
     last_rows = np.maximum(starts[1:] - 1, 0)
