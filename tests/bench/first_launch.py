@@ -1,5 +1,5 @@
 """What the host does from the call of LLM.generate to the first launch, and from launch to launch
-while the prompts are prefilled: the flagship workload, no model.
+while the prompts are prefilled: the flagship workload, no model, in CPU time.
 
     python3 -m tests.bench.first_launch [--runs 15]
 
@@ -26,11 +26,11 @@ _VOCAB_SIZE, _STEP_TOKENS = 151_936, 8192
 
 
 class TimedRunner(StubRunner):
-    """Notes when steps with chunks are launched, and how many tokens they have."""
+    """Notes the CPU time at which the launches of steps with chunks begin and end."""
 
     def __init__(self) -> None:
         super().__init__(256, vocab_size=_VOCAB_SIZE, max_num_batched_tokens=_STEP_TOKENS)
-        self.launched_at: list[float] = []  # when the stub had the plan
+        self.launched_at: list[float] = []
         self.returned_at: list[float] = []
 
     def launch(self, plan: Plan) -> None:
@@ -79,6 +79,7 @@ def main() -> None:
 
 
 def _imported_runners() -> list[TimedRunner]:
+    """Those of the module that LLM imported: this one, run as a script, is another."""
     from tests.bench import first_launch
 
     return first_launch._runners  # type: ignore[no-any-return]
