@@ -85,7 +85,7 @@ def layout_arrays(host: HostLayout) -> list[Ints]:
 
 
 def _chunk_token_ids(plan: Plan) -> Ints:
-    """[tokens of all chunks]. An array takes a tuple's ids three times as fast as numpy does."""
+    """[tokens of all chunks]. An array takes the ids of a tuple twice as fast as numpy does."""
     parts = [array("I", chunk.token_ids) for chunk in plan.chunks]
     return np.frombuffer(b"".join(parts), dtype=np.uint32).astype(np.int64)
 
