@@ -64,11 +64,17 @@ class Case:
         return zip(self.query_lens, self.contexts, strict=True)
 
 
-def flagship_contexts(step: int) -> tuple[int, ...]:
-    """The contexts of the flagship run's sequences that are left after so many decode steps."""
+@functools.cache
+def flagship_lengths() -> list[tuple[int, int]]:
+    """Prompt and output of each request of the flagship run."""
     drawn = Workload().draw()
     requests = zip(drawn.prompts, drawn.params, strict=True)
-    return tuple(len(ids) + step for ids, params in requests if (params.max_tokens or 0) > step)
+    return [(len(ids), params.max_tokens or 0) for ids, params in requests]
+
+
+def flagship_contexts(step: int) -> tuple[int, ...]:
+    """The contexts of the flagship run's sequences that are left after so many decode steps."""
+    return tuple(prompt + step for prompt, output in flagship_lengths() if output > step)
 
 
 def decode_cases() -> list[Case]:
@@ -124,10 +130,16 @@ def decode_configs(case: Case) -> dict[str, DecodeConfig]:
 
 
 def schedule_cases() -> list[Case]:
+    """For each size that graphs have, the flagship run's first step of so few sequences."""
+    first_steps = {len(flagship_contexts(step)): step for step in range(1023, 0, -1)}
+    steps = {
+        size: min(step for count, step in first_steps.items() if count <= size)
+        for size in range(8, 257, 8)
+    }
     return [
-        Case(name=f"step {step}", contexts=flagship_contexts(step), heads=(16, 8, 128), layers=6,
-             block_sizes=(64,))
-        for step in (1, 100, 240, 360, 480, 530, 575, 640, 700, 760, 820, 880, 940, 980)
+        Case(name=f"{size}: step {step}", contexts=flagship_contexts(step), heads=(16, 8, 128),
+             layers=6, block_sizes=(64,))
+        for size, step in steps.items()
     ]  # fmt: skip
 
 
@@ -137,14 +149,15 @@ def schedule_configs() -> dict[str, DecodeConfig]:
         DecodeConfig, tile=64, tokens_are_rows=True, tail_apart=False, max_registers=128
     )
     kinds = {
-        "pad w2 s3 tail": functools.partial(narrow, num_warps=2, num_stages=3),
-        "pad w2 s2 tail": functools.partial(narrow, num_warps=2, num_stages=2),
-        "swap w4 s3 r128": functools.partial(wide, num_warps=4, num_stages=3),
+        "pad w2 s3 tail": (functools.partial(narrow, num_warps=2, num_stages=3), (1, 3, 6)),
+        "pad w2 s2 tail": (functools.partial(narrow, num_warps=2, num_stages=2), (2, 4)),
+        "pad w4 s3 tail": (functools.partial(narrow, num_warps=4, num_stages=3), (1, 3)),
+        "swap w4 s3 r128": (functools.partial(wide, num_warps=4, num_stages=3), (1, 2, 3)),
     }
     return {
         f"{kind} x{items}": make(items_per_multiprocessor=items)
-        for kind, make in kinds.items()
-        for items in (4, 6, 8, 12, 16, 24)
+        for kind, (make, schedules) in kinds.items()
+        for items in schedules
     }
 
 
@@ -165,6 +178,10 @@ def prefill_cases() -> list[Case]:
         case("16 x 1024", 16, 1024, 0, (40, 8, 128)),
         case("4 x 4096", 4, 4096, 0, (40, 8, 128)),
         case("1 x 16384", 1, 16_384, 0, (40, 8, 128)),
+        case("16 x 1024, GQA 2", 16, 1024, 0, (16, 8, 128)),
+        case("4 x 4096, GQA 2", 4, 4096, 0, (16, 8, 128)),
+        case("1 x 16384, GQA 2", 1, 16_384, 0, (16, 8, 128)),
+        case("1 x 4096, GQA 2", 1, 4096, 0, (16, 8, 128)),
         case("1 x 1000", 1, 1000, 0, (16, 8, 128)),
         case("1 x 512 after 8k", 1, 512, 8192, (16, 8, 128)),
         case("16 x 1024 D 64", 16, 1024, 0, (9, 3, 64)),

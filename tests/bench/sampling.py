@@ -1,5 +1,5 @@
-"""Sampling's two kernels on a GPU, in microseconds: other tiles of the first, other warps of the
-second, alone and behind the LM head.
+"""Sampling's two kernels on a GPU, in microseconds: so many tiles a program of the first, so many
+warps of the second, alone and behind the LM head.
 
     python -m tests.bench.sampling [--rows 1 64 128 256] [--vocab 151936] [--hidden 1024]
 
@@ -26,13 +26,9 @@ from millstream.kernels.decode_state import SlotTables
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import choose
 from millstream.kernels.sample import sample
-from millstream.kernels.sample_masses import SHIPPED, Tile, block_masses
+from millstream.kernels.sample_masses import block_masses
 
-MASSES_TILES = tuple(
-    Tile(logits=logits, warps=warps, last_first=last_first)
-    for last_first in (False, True)
-    for logits, warps in ((2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8), (16384, 8))
-)
+MASSES_TILES = (1, 2, 4, 8)  # of a program
 CHOICE_WARPS = (2, 4, 8)
 _HEADS = 4  # products in a graph, each with what samples its logits
 
@@ -47,8 +43,8 @@ def calls(rows: int, vocab_size: int, temperature: float) -> dict[str, Call]:
     seeds = torch.arange(rows + 1, device="cuda")
     tables = SlotTables(computed=seeds.clone(), last_tokens=seeds.clone())
 
-    def masses(tile: Tile, x: torch.Tensor) -> torch.Tensor:
-        return block_masses(x, slots, temperatures, None, block_size, tile)
+    def masses(tiles: int, x: torch.Tensor) -> torch.Tensor:
+        return block_masses(x, slots, temperatures, None, block_size, tiles=tiles)
 
     def whole(warps: int, advanced: SlotTables | None, x: torch.Tensor) -> torch.Tensor:
         arguments = (slots, slots, temperatures, seeds)
@@ -58,7 +54,7 @@ def calls(rows: int, vocab_size: int, temperature: float) -> dict[str, Call]:
     ships = sample_kernels._CHOICE_WARPS
     return {
         "torch's sum": lambda x: x.sum(dim=1, dtype=torch.float32),
-        **{f"masses, {tile}": functools.partial(masses, tile) for tile in MASSES_TILES},
+        **{f"masses, {n} tiles": functools.partial(masses, n) for n in MASSES_TILES},
         **{f"sample, {n} warps": functools.partial(whole, n, tables) for n in CHOICE_WARPS},
         f"sample, {ships} warps, nothing advanced": functools.partial(whole, ships, None),
     }
@@ -101,7 +97,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    print(f"{SHIPPED} and {sample_kernels._CHOICE_WARPS} warps ship")
+    print(f"{sample_kernels._CHOICE_WARPS} warps ship")
     for rows in arguments.rows:
         for temperature in (0.0, 0.6):
             alone(rows, arguments.vocab, temperature)

@@ -43,30 +43,31 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
         (16, Tile(block_m=16, block_n=64, block_k=512, num_warps=8)),
         (64, Tile(block_m=64, block_n=32, block_k=128, stages=6)),
         (128, Tile(block_m=64, block_n=64, block_k=128, stages=4)),
-        (256, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
+        (256, Tile(block_m=128, block_n=64, block_k=64, stages=6)),
     ),
     # o
     (1024, 2048): (
         (1, Gemv(block_n=2, block_k=2048, num_warps=1)),
         (16, Tile(block_m=16, block_n=32, block_k=256, num_warps=2, split_k=4)),
-        (64, Tile(block_m=32, block_n=64, block_k=512, num_warps=8, split_k=4, late=True)),
+        (32, Tile(block_m=32, block_n=64, block_k=512, num_warps=8, split_k=4, late=True)),
+        (64, Tile(block_m=64, block_n=16, block_k=128, stages=6, split_k=2)),
         (128, Tile(block_m=64, block_n=16, block_k=128, stages=6, late=True)),
-        (256, Tile(block_m=64, block_n=32, block_k=128, stages=5)),
+        (256, Tile(block_m=64, block_n=32, block_k=128, stages=6)),
     ),
     # gate_up
     (6144, 1024): (
         (1, Gemv(block_n=4)),
         (16, Tile(block_m=16, block_n=64, block_k=1024, num_warps=8)),
         (64, Tile(block_m=64, block_n=64, block_k=128, stages=5)),
-        (128, Tile(block_m=128, block_n=64, block_k=128, stages=4)),
+        (128, Tile(block_m=128, block_n=64, block_k=64, stages=6)),
         (256, Tile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=4)),
     ),
     # down
     (1024, 3072): (
         (1, Gemv(block_n=4, num_warps=4)),
         (16, Tile(block_m=16, block_n=32, block_k=256, split_k=4)),
-        (64, Tile(block_m=64, block_n=16, block_k=128, stages=4, split_k=4, late=True)),
-        (128, Tile(block_m=64, block_n=64, block_k=128, stages=4, split_k=4, late=True)),
+        (64, Tile(block_m=64, block_n=16, block_k=128, stages=6, split_k=2)),
+        (128, Tile(block_m=64, block_n=32, block_k=128, stages=6, split_k=2)),
         (256, Tile(block_m=64, block_n=64, block_k=128, stages=5, split_k=2, late=True)),
     ),
     # the LM head

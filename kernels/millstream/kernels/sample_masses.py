@@ -1,14 +1,12 @@
 """The mass of each block of a row of logits, which sampling (sample.py) chooses a block by.
 
-The logits are read once. A block is one warp's: its largest logit and its sum wait for no other
-warp, however many a program has, and the sum's order depends on neither the program's tile nor the
-batch. A logit takes 10 instructions, 15 to 17 where warps share a block (sm_90, bfloat16).
-Oracle: the engine's sampling.block_masses.
+The logits are read once. A program is one warp, so that a block's largest logit and its sum wait
+for no other (with several, 7 to 28 times slower on an H200); it goes through a few tiles of a row.
+The sum's order depends neither on how many nor on the batch. Oracle: the engine's
+sampling.block_masses.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,24 +16,11 @@ from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
 
 LARGEST_BLOCK = 2048
-_BYTES_PER_WARP = 32 * 16  # of one load of a warp
+_TILE = 2048  # logits
+_BYTES_PER_WARP = 32 * 16  # of one load
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """What a program reads, and when."""
-
-    logits: int  # a power of two, at least LARGEST_BLOCK
-    warps: int
-    # All rows' last blocks first: a product that goes through the vocabulary has left them in the
-    # L2. Otherwise row by row.
-    last_first: bool = False
-
-
-SHIPPED = Tile(logits=2048, warps=1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]
 def _masses_kernel(
     logits_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -47,46 +32,41 @@ def _masses_kernel(
     temperatures_stride: tl.tensor,
     width: tl.tensor,
     num_blocks: tl.tensor,
+    num_tiles: tl.tensor,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Per block of a row: its largest logit and, of a random row, the logarithm of its sum of
-    exp((logit - largest) / temperature). Of a block of -inf: -inf, 0."""
+    exp((logit - largest) / temperature). Of a block of -inf: -inf, 0. A program takes num_tiles
+    times BLOCKS blocks."""
     launch_dependents(PDL)
-    #  [piece of a block, block, logit of a piece]: a piece is a warp's load, and warps are laid
-    #  along blocks before they are along pieces
-    if LAST_FIRST:
-        part = tl.num_programs(1) - 1 - tl.program_id(1)
-        row = tl.program_id(0).to(tl.int64)
-    else:
-        part = tl.program_id(0)
-        row = tl.program_id(1).to(tl.int64)
-    block = part * BLOCKS + tl.arange(0, BLOCKS)
+    row = tl.program_id(1).to(tl.int64)
     piece = tl.arange(0, BLOCK // PIECE) * PIECE
-    first = block[None, :, None] * BLOCK + piece[:, None, None]
-    column = first + tl.arange(0, PIECE)[None, None, :]
     wait(PDL)
     temperature = tl.load(
         temperatures_ptr + tl.load(slots_ptr + row).to(tl.int64) * temperatures_stride
     )
-    logits = tl.load(
-        logits_ptr + row * logits_stride + column, mask=column < width, other=float("-inf")
-    ).to(tl.float32)
-    if HAS_THRESHOLDS:
-        logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
-    largest = tl.max(tl.max(logits, axis=0), axis=1)
-    at = row * num_blocks + block
-    if temperature > 0:
-        below = logits - finite(largest)[None, :, None]
-        powers = tl.exp2(below * (1.4426950408889634 / temperature))
-        log_sum = tl.log(tl.maximum(tl.sum(tl.sum(powers, axis=0), axis=1), 1.0))
-        tl.store(log_sum_ptr + at, log_sum, mask=block < num_blocks)
-    # Last: several warps gather what they store.
-    tl.store(largest_ptr + at, largest, mask=block < num_blocks)
+    for tile in range(num_tiles):
+        #  [piece of a block, block, logit of a piece]: a piece is the warp's load
+        block = (tl.program_id(0) * num_tiles + tile) * BLOCKS + tl.arange(0, BLOCKS)
+        first = block[None, :, None] * BLOCK + piece[:, None, None]
+        column = first + tl.arange(0, PIECE)[None, None, :]
+        logits = tl.load(
+            logits_ptr + row * logits_stride + column, mask=column < width, other=float("-inf")
+        ).to(tl.float32)
+        if HAS_THRESHOLDS:
+            logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
+        largest = tl.max(tl.max(logits, axis=0), axis=1)
+        at = row * num_blocks + block
+        tl.store(largest_ptr + at, largest, mask=block < num_blocks)
+        if temperature > 0:
+            below = logits - finite(largest)[None, :, None]
+            powers = tl.exp2(below * (1.4426950408889634 / temperature))
+            log_sum = tl.log(tl.maximum(tl.sum(tl.sum(powers, axis=0), axis=1), 1.0))
+            tl.store(log_sum_ptr + at, log_sum, mask=block < num_blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -101,19 +81,21 @@ def block_masses(
     temperatures: torch.Tensor,
     thresholds: torch.Tensor | None,
     block_size: int,
-    tile: Tile = SHIPPED,
+    *,
+    tiles: int | None = None,
 ) -> torch.Tensor:
     """[2, R, blocks] float32 of logits [R, V], at least one row: each block's largest logit, and of
     a random row the logarithm of its sum of exp((logit - largest) / temperature).
 
-    Arguments as in sample.sample, which has checked them; block_size: at most LARGEST_BLOCK.
+    Arguments as in sample.sample, which has checked them; block_size: at most LARGEST_BLOCK; tiles:
+    of a program, which changes nothing of the result.
     """
     num_rows, width = logits.shape
     num_blocks = triton.cdiv(width, block_size)
     masses = torch.empty(2, num_rows, num_blocks, device=logits.device)
-    blocks_per_program = tile.logits // block_size
-    parts = triton.cdiv(num_blocks, blocks_per_program)
-    _masses_kernel[(num_rows, parts) if tile.last_first else (parts, num_rows)](
+    tiles = tiles_of_a_program(num_rows) if tiles is None else tiles
+    blocks = _TILE // block_size
+    _masses_kernel[(triton.cdiv(num_blocks, tiles * blocks), num_rows)](
         logits,
         slots,
         temperatures,
@@ -124,12 +106,18 @@ def block_masses(
         temperatures.stride(0),
         width,
         num_blocks,
+        tiles,
         HAS_THRESHOLDS=thresholds is not None,
-        BLOCKS=blocks_per_program,
+        BLOCKS=blocks,
         BLOCK=block_size,
         PIECE=min(block_size, _BYTES_PER_WARP // logits.itemsize),
-        LAST_FIRST=tile.last_first,
-        num_warps=tile.warps,
+        num_warps=1,
         **pdl.options(logits.device),
     )
     return masses
+
+
+def tiles_of_a_program(num_rows: int) -> int:
+    """Few rows need all the programs that they can get; many would have more than is worth their
+    start."""
+    return 1
