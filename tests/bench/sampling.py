@@ -1,5 +1,5 @@
-"""Sampling's two kernels on a GPU, in microseconds: so many tiles a program of the first, so many
-warps of the second, alone and behind the LM head.
+"""Sampling's two kernels on a GPU, in microseconds: so many warps of the second, alone and behind
+the LM head.
 
     python -m tests.bench.sampling [--rows 1 64 128 256] [--vocab 151936] [--hidden 1024]
 
@@ -28,7 +28,6 @@ from millstream.kernels.linear_configs import choose
 from millstream.kernels.sample import sample
 from millstream.kernels.sample_masses import block_masses
 
-MASSES_TILES = (1, 2, 4, 8)  # of a program
 CHOICE_WARPS = (2, 4, 8)
 _HEADS = 4  # products in a graph, each with what samples its logits
 
@@ -43,8 +42,8 @@ def calls(rows: int, vocab_size: int, temperature: float) -> dict[str, Call]:
     seeds = torch.arange(rows + 1, device="cuda")
     tables = SlotTables(computed=seeds.clone(), last_tokens=seeds.clone())
 
-    def masses(tiles: int, x: torch.Tensor) -> torch.Tensor:
-        return block_masses(x, slots, temperatures, None, block_size, tiles=tiles)
+    def masses(x: torch.Tensor) -> torch.Tensor:
+        return block_masses(x, slots, temperatures, None, block_size)
 
     def whole(warps: int, advanced: SlotTables | None, x: torch.Tensor) -> torch.Tensor:
         arguments = (slots, slots, temperatures, seeds)
@@ -54,7 +53,7 @@ def calls(rows: int, vocab_size: int, temperature: float) -> dict[str, Call]:
     ships = sample_kernels._CHOICE_WARPS
     return {
         "torch's sum": lambda x: x.sum(dim=1, dtype=torch.float32),
-        **{f"masses, {n} tiles": functools.partial(masses, n) for n in MASSES_TILES},
+        "masses": masses,
         **{f"sample, {n} warps": functools.partial(whole, n, tables) for n in CHOICE_WARPS},
         f"sample, {ships} warps, nothing advanced": functools.partial(whole, ships, None),
     }

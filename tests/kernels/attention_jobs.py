@@ -31,10 +31,14 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         yield work_list._build_work_list_kernel, arguments, {"NUM_KV_HEADS": 8, **lists, **cut}
     for heads in HEADS:
         for block_size in (64, 16):
-            for batch in (1, 64, 256):
+            for batch in (1, 128, 256):
                 yield decode_job(*heads, block_size, batch)
             yield decode_job(*heads, block_size, 256, repeat=True)
-            yield prefill_job(*heads, block_size, paged_prefill.choose_config(BF16))
+            group = heads[0] // heads[1]
+            for longest in (None, 1000):
+                shape = {"num_tokens": 16_384, "longest": longest}
+                config = paged_prefill.choose_config(BF16, group, heads[2], **shape)
+                yield prefill_job(*heads, block_size, config)
     for heads, block_size in (((16, 8, 128), 64), ((32, 4, 128), 256)):
         for config in prefill_candidates(heads[0] // heads[1], block_size).values():
             yield prefill_job(*heads, block_size, config)

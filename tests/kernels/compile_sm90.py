@@ -108,7 +108,7 @@ def samplers() -> Iterator[Job]:
             shape = {"BLOCKS": 2, "PIECE": 512 // logits.itemsize, "num_warps": 1}
             yield (
                 sample_masses._masses_kernel,
-                (*pointers, 151_936, 3, 151_936, 149, 4),
+                (*pointers, 151_936, 3, 151_936, 149),
                 {**sizes, **shape},
             )
             for shard, advance in ((False, False), (False, True), (True, False)):

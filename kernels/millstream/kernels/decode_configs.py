@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +10,7 @@ import torch
 MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-_FEW_SEQUENCES, _SOME_SEQUENCES, _MANY_SEQUENCES = 4, 8, 144
+_FEW_SEQUENCES, _MANY_SEQUENCES = 4, 1 << 20
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -33,6 +34,36 @@ class DecodeConfig:
     least_share: int = 1  # tokens of an item that is not worth a cut; a tile is none in any case
 
 
+# Two query heads a KV head or one. Of these programs a multiprocessor holds two, four and three:
+# which is best follows from how well a step's items fill up their last round.
+_WIDE = DecodeConfig(
+    tile=64,
+    num_warps=4,
+    num_stages=3,
+    tokens_are_rows=True,
+    tail_apart=False,
+    max_registers=128,
+    items_per_multiprocessor=2,
+)
+_TWO_STAGES = DecodeConfig(
+    tile=64, num_warps=2, num_stages=2, tokens_are_rows=False, tail_apart=True
+)
+_THREE_STAGES = replace(_TWO_STAGES, num_stages=3, items_per_multiprocessor=3)
+# (up to so many pairs of a sequence and a KV head, configuration); measured with 8 KV heads.
+_BY_PAIRS = (
+    (8 * 32, _WIDE),
+    (8 * 40, _TWO_STAGES),
+    (8 * 48, _THREE_STAGES),
+    (8 * 64, _WIDE),
+    (8 * 72, _THREE_STAGES),
+    (8 * 96, _WIDE),
+    (8 * 128, _TWO_STAGES),
+    (8 * 160, _THREE_STAGES),
+    (8 * 192, _TWO_STAGES),
+    (math.inf, _THREE_STAGES),
+)
+
+
 def choose_config(
     batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> DecodeConfig:
@@ -42,7 +73,9 @@ def choose_config(
             tile=32, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False
         )
     if head_dim == 128 and num_heads <= 2 * num_kv_heads:
-        return _few_queries_a_head(batch)
+        config = next(config for most, config in _BY_PAIRS if batch * num_kv_heads <= most)
+        # More than a few are not worth as many cuts as would keep all programs busy.
+        return replace(config, least_share=256) if batch > _FEW_SEQUENCES else config
     return DecodeConfig(
         tile=64,
         num_warps=4,
@@ -59,26 +92,5 @@ def invariant_config(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> DecodeConfig:
     """One configuration for all batches: that of large ones, for a program that repeats."""
-    config = choose_config(_MANY_SEQUENCES + 1, num_heads, num_kv_heads, head_dim, dtype)
+    config = choose_config(_MANY_SEQUENCES, num_heads, num_kv_heads, head_dim, dtype)
     return replace(config, max_registers=None)  # 128 would spill
-
-
-def _few_queries_a_head(batch: int) -> DecodeConfig:
-    if batch > _SOME_SEQUENCES:
-        return DecodeConfig(
-            tile=64,
-            num_warps=2,
-            num_stages=3 if batch > _MANY_SEQUENCES else 2,
-            tokens_are_rows=False,
-            tail_apart=True,
-        )
-    return DecodeConfig(
-        tile=64,
-        num_warps=4,
-        num_stages=3,
-        tokens_are_rows=True,
-        tail_apart=False,
-        max_registers=128,
-        items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 8,
-        least_share=1 if batch <= _FEW_SEQUENCES else 256,
-    )

@@ -16,7 +16,7 @@ from the number of tokens and sequences. Oracle: reference_attention.paged_atten
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -42,11 +42,30 @@ class PrefillConfig:
     tail_apart: bool = True  # tiles around the diagonal have a loop of their own: others no masks
 
 
-def choose_config(dtype: torch.dtype) -> PrefillConfig:
-    """What is fastest for chunks of any length (measured: tests/bench/attention.py)."""
+_TWO_HEADS = PrefillConfig(query_tile=32, heads=2, key_tile=64, num_warps=4, num_stages=3)
+# A step of many prompts is short if none is longer.
+_SHORT_CONTEXT, _MANY_TOKENS = 1024, 4096
+
+
+def choose_config(
+    dtype: torch.dtype,
+    group: int = 1,
+    head_dim: int = 128,
+    *,
+    num_tokens: int = 0,
+    longest: int | None = None,
+) -> PrefillConfig:
+    """What is fastest for `group` query heads a KV head (measured: tests/bench/attention.py).
+
+    num_tokens: of the step's chunks; longest: their longest context, None if nobody knows.
+    """
     if dtype.itemsize > 2:
         return PrefillConfig(query_tile=32, key_tile=32, num_warps=8, num_stages=2)
-    return PrefillConfig(query_tile=64, key_tile=64, num_warps=4, num_stages=3)
+    if group % 2 or head_dim != 128:
+        return PrefillConfig(query_tile=64, key_tile=64, num_warps=4, num_stages=3)
+    if longest is not None and longest <= _SHORT_CONTEXT and num_tokens >= _MANY_TOKENS:
+        return replace(_TWO_HEADS, key_tile=32, tail_apart=False)
+    return _TWO_HEADS
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -205,6 +224,7 @@ def paged_prefill(
     context_lens: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    longest: int | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Causal attention [T, Hq, D] of S sequences' chunks; a chunk is the end of its context.
@@ -218,6 +238,7 @@ def paged_prefill(
         query_starts: [S + 1] int32, rising from 0 to at most T.
         context_lens: [S] int32, tokens of prefix and chunk.
         out: where the result goes, contiguous and like query; None: into a new tensor.
+        longest: the largest of context_lens, if it is known; for speed only.
 
     Rows of query that no chunk has are not written. Raises ValueError for other shapes.
     """
@@ -229,9 +250,11 @@ def paged_prefill(
         raise ValueError("out must be contiguous and like query")
     if not num_sequences or not num_tokens:
         return out
-    config = config or choose_config(query.dtype)
     num_kv_heads = key_cache.shape[2]
-    head_programs = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, config.heads)
+    group = num_heads // num_kv_heads
+    if config is None:
+        config = choose_config(query.dtype, group, head_dim, num_tokens=num_tokens, longest=longest)
+    head_programs = num_kv_heads * triton.cdiv(group, config.heads)
     _paged_prefill_kernel[(head_programs, num_tokens // config.query_tile + num_sequences)](
         query,
         key_cache,

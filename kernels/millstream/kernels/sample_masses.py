@@ -1,9 +1,8 @@
 """The mass of each block of a row of logits, which sampling (sample.py) chooses a block by.
 
-The logits are read once. A program is one warp, so that a block's largest logit and its sum wait
-for no other (with several, 7 to 28 times slower on an H200); it goes through a few tiles of a row.
-The sum's order depends neither on how many nor on the batch. Oracle: the engine's
-sampling.block_masses.
+The logits are read once. A program is one warp and takes one tile of a row: on an H200 it was 7 to
+28 times slower with more warps, and up to twice as slow with more tiles one after the other.
+Oracle: the engine's sampling.block_masses.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import triton.language as tl
 from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
 
-LARGEST_BLOCK = 2048
-_TILE = 2048  # logits
+LARGEST_BLOCK = 2048  # and what a program takes
 _BYTES_PER_WARP = 32 * 16  # of one load
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _masses_kernel(
     logits_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -32,7 +30,6 @@ def _masses_kernel(
     temperatures_stride: tl.tensor,
     width: tl.tensor,
     num_blocks: tl.tensor,
-    num_tiles: tl.tensor,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,33 +37,31 @@ def _masses_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Per block of a row: its largest logit and, of a random row, the logarithm of its sum of
-    exp((logit - largest) / temperature). Of a block of -inf: -inf, 0. A program takes num_tiles
-    times BLOCKS blocks."""
+    exp((logit - largest) / temperature). Of a block of -inf: -inf, 0."""
     launch_dependents(PDL)
     row = tl.program_id(1).to(tl.int64)
+    #  [piece of a block, block, logit of a piece]: a piece is the warp's load
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     piece = tl.arange(0, BLOCK // PIECE) * PIECE
+    first = block[None, :, None] * BLOCK + piece[:, None, None]
+    column = first + tl.arange(0, PIECE)[None, None, :]
     wait(PDL)
     temperature = tl.load(
         temperatures_ptr + tl.load(slots_ptr + row).to(tl.int64) * temperatures_stride
     )
-    for tile in range(num_tiles):
-        #  [piece of a block, block, logit of a piece]: a piece is the warp's load
-        block = (tl.program_id(0) * num_tiles + tile) * BLOCKS + tl.arange(0, BLOCKS)
-        first = block[None, :, None] * BLOCK + piece[:, None, None]
-        column = first + tl.arange(0, PIECE)[None, None, :]
-        logits = tl.load(
-            logits_ptr + row * logits_stride + column, mask=column < width, other=float("-inf")
-        ).to(tl.float32)
-        if HAS_THRESHOLDS:
-            logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
-        largest = tl.max(tl.max(logits, axis=0), axis=1)
-        at = row * num_blocks + block
-        tl.store(largest_ptr + at, largest, mask=block < num_blocks)
-        if temperature > 0:
-            below = logits - finite(largest)[None, :, None]
-            powers = tl.exp2(below * (1.4426950408889634 / temperature))
-            log_sum = tl.log(tl.maximum(tl.sum(tl.sum(powers, axis=0), axis=1), 1.0))
-            tl.store(log_sum_ptr + at, log_sum, mask=block < num_blocks)
+    logits = tl.load(
+        logits_ptr + row * logits_stride + column, mask=column < width, other=float("-inf")
+    ).to(tl.float32)
+    if HAS_THRESHOLDS:
+        logits = tl.where(logits >= tl.load(thresholds_ptr + row), logits, float("-inf"))
+    largest = tl.max(tl.max(logits, axis=0), axis=1)
+    at = row * num_blocks + block
+    tl.store(largest_ptr + at, largest, mask=block < num_blocks)
+    if temperature > 0:
+        below = logits - finite(largest)[None, :, None]
+        powers = tl.exp2(below * (1.4426950408889634 / temperature))
+        log_sum = tl.log(tl.maximum(tl.sum(tl.sum(powers, axis=0), axis=1), 1.0))
+        tl.store(log_sum_ptr + at, log_sum, mask=block < num_blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -81,21 +76,17 @@ def block_masses(
     temperatures: torch.Tensor,
     thresholds: torch.Tensor | None,
     block_size: int,
-    *,
-    tiles: int | None = None,
 ) -> torch.Tensor:
     """[2, R, blocks] float32 of logits [R, V], at least one row: each block's largest logit, and of
     a random row the logarithm of its sum of exp((logit - largest) / temperature).
 
-    Arguments as in sample.sample, which has checked them; block_size: at most LARGEST_BLOCK; tiles:
-    of a program, which changes nothing of the result.
+    Arguments as in sample.sample, which has checked them; block_size: at most LARGEST_BLOCK.
     """
     num_rows, width = logits.shape
     num_blocks = triton.cdiv(width, block_size)
     masses = torch.empty(2, num_rows, num_blocks, device=logits.device)
-    tiles = tiles_of_a_program(num_rows) if tiles is None else tiles
-    blocks = _TILE // block_size
-    _masses_kernel[(triton.cdiv(num_blocks, tiles * blocks), num_rows)](
+    blocks = LARGEST_BLOCK // block_size
+    _masses_kernel[(triton.cdiv(num_blocks, blocks), num_rows)](
         logits,
         slots,
         temperatures,
@@ -106,7 +97,6 @@ def block_masses(
         temperatures.stride(0),
         width,
         num_blocks,
-        tiles,
         HAS_THRESHOLDS=thresholds is not None,
         BLOCKS=blocks,
         BLOCK=block_size,
@@ -115,9 +105,3 @@ def block_masses(
         **pdl.options(logits.device),
     )
     return masses
-
-
-def tiles_of_a_program(num_rows: int) -> int:
-    """Few rows need all the programs that they can get; many would have more than is worth their
-    start."""
-    return 1

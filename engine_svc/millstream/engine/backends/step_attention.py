@@ -35,10 +35,18 @@ class StepAttention(Protocol):
 class TritonAttention:
     """A StepAttention."""
 
-    def __init__(self, batch: ForwardBatch, decode_for: Callable[[int], PagedDecode]) -> None:
-        """decode_for: the decode kernel of so many sequences."""
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        decode_for: Callable[[int], PagedDecode],
+        *,
+        invariant: bool = False,
+    ) -> None:
+        """decode_for: the decode kernel of so many sequences. invariant: chunks are attended to in
+        the same tiles whatever the others' lengths are."""
         self._batch = batch
         self._num_chunks = num_chunks = len(batch.slots) - batch.num_decodes
+        self._longest = None if invariant else max(batch.contexts[:num_chunks], default=None)
         if batch.num_decodes:
             self._decode = decode_for(batch.num_decodes)
             self._decode.begin_step(
@@ -58,6 +66,7 @@ class TritonAttention:
             batch.query_starts[: num_chunks + 1],
             batch.context_lens[:num_chunks],
             out=out,
+            longest=self._longest,
         )
 
     def decode(

@@ -102,7 +102,9 @@ class TritonOps:
         self, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding
     ) -> TritonStepOps:
         if self._flash is None:
-            attention: StepAttention = TritonAttention(batch, self.decode_for)
+            attention: StepAttention = TritonAttention(
+                batch, self.decode_for, invariant=self.invariant
+            )
         else:
             attention = FlashAttention(self._flash, batch, self._max_model_len)
         return TritonStepOps(self, attention, batch, kv_cache, rope)
