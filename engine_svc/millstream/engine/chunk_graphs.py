@@ -33,7 +33,7 @@ from millstream.engine.stepping.batch_layout import (
 )
 
 MAX_CHUNKS = 32  # a step of as many or more runs without a graph
-_FEWEST_TOKENS = 64  # more than chunks: rows that sample are then never all rows
+_FEWEST_TOKENS = 64
 _BUCKETS_AN_OCTAVE = 4
 MOST_GRAPHS = 96
 _MOST_AHEAD = 64  # recorded before they are needed

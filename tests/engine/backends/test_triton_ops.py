@@ -76,11 +76,11 @@ def add_fake_graphs(runner: ModelRunner) -> DecodeGraphs:
     return runner._steps.graphs
 
 
-def add_fake_chunk_graphs(runner: ModelRunner) -> ChunkGraphs:
+def add_fake_chunk_graphs(runner: ModelRunner, max_tokens: int = 64) -> ChunkGraphs:
     runner._steps.chunk_graphs = ChunkGraphs(
         runner._steps.chunks,
         FakeGraph,
-        max_tokens=64,
+        max_tokens=max_tokens,
         max_chunks=4,
         max_decodes=runner._resolved.max_num_seqs,
         padding_slot=runner._steps.slots.padding_slot,
@@ -184,17 +184,18 @@ def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:
     assert not runner._steps.slots._block_tables[padding].any()
 
 
-def test_chunks_in_graphs_give_the_same_tokens(folder: Path) -> None:
-    """Prompts in chunks beside decodes, greedy and seeded."""
+@pytest.mark.parametrize("budget", [20, 4])
+def test_chunks_in_graphs_give_the_same_tokens(folder: Path, budget: int) -> None:
+    """Prompts in chunks beside decodes, greedy and seeded; as many tokens as chunks, too."""
     prompts = [[5, 6, 7], list(range(3, 30))]
     samplings = [
         Sampling(max_tokens=2, temperature=0.6 * (i % 2), seed=i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    options = {"max_num_batched_tokens": 20, "attention_backend": "triton", "max_num_seqs": 2}
+    options = {"max_num_batched_tokens": budget, "attention_backend": "triton", "max_num_seqs": 2}
     runner = load(folder, **options)
     expected = run(runner, prompts, samplings)
-    graphs = add_fake_chunk_graphs(runner)
+    graphs = add_fake_chunk_graphs(runner, budget)
     run(runner, [[1, *prompt] for prompt in prompts], samplings)  # other slots, other blocks
     assert run(runner, prompts, samplings) == expected
     assert sum(graph.replays for _, graph in graphs._graphs.values()) > 1  # type: ignore[attr-defined]

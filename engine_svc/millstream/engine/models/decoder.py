@@ -66,8 +66,9 @@ class DecoderModel(nn.Module):
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Logits [R, vocab_size] of the tokens in batch.sample_rows, in the model's dtype, or of
         this rank's part of the vocabulary; fills the KV cache."""
-        # As many as there are: they are all, in their order.
-        every = len(batch.sample_rows) == len(batch.token_ids)
+        # As many as there are decodes, alone: they are all, in their order. Chunks that are filled
+        # up (chunk_graphs.py) may want as many rows as there are tokens, and others.
+        every = len(batch.sample_rows) == len(batch.token_ids) == batch.num_decodes
         return self.logits(self.hidden(batch, kv_cache, None if every else batch.sample_rows))
 
     @property
