@@ -7,6 +7,7 @@ import fractions
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millstream.rpc.errors import InvalidArgument, Unsupported
@@ -28,6 +29,8 @@ from millstream.v1 import engine_pb2
         ("seed", 2**64),
         ("max_tokens", math.nan),
         ("max_tokens", 2**32),
+        pytest.param("max_tokens", 10**5000, id="max_tokens-an int that has no repr"),
+        pytest.param("bad_words", [[1, 10**5000]], id="bad_words-an int that has no repr"),
         ("ignore_eos", 1),
         ("json_schema", ["object"]),
         ("regex", "\ud800"),
@@ -52,6 +55,11 @@ def test_a_bad_value_is_an_error_that_names_the_field(field: str, value: Any) ->
         to_proto(SamplingParams(**{field: value}))
     assert caught.value.field == field
     assert len(str(caught.value)) < 400
+
+
+def test_a_bad_value_is_told_as_it_came() -> None:
+    with pytest.raises(InvalidArgument, match=r"not np\.int64\(-1\)$"):
+        to_proto(SamplingParams(seed=np.int64(-1)))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ A_TOKEN_ID = "a token id of 0 or more, below 2**32"
 
 def refusal(name: str, wanted: str, value: object, *, field: str | None = None) -> InvalidArgument:
     """`field`: the argument, where `name` is a place in it (`prompt[3]`)."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        shown = f"that {type(value).__name__}"
     if len(shown) > 200:
         shown = f"{shown[:200]}..."
     return InvalidArgument(f"{name}: {wanted}, not {shown}", field=field or name)
@@ -37,13 +40,14 @@ def check_float(name: str, value: object) -> float:
 def check_int(name: str, value: object, low: int, high: int, *, wanted: str | None = None) -> int:
     """`wanted`: what to ask for instead, where the value's own range is another than what can be
     carried."""
-    if type(value) is not int:  # asking an abstract class takes ten times as long
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise refusal(name, "a whole number", value)
-        value = int(value)
-    if not low <= value <= high:
+    if type(value) is not int and (  # asking an abstract class takes ten times as long
+        isinstance(value, bool) or not isinstance(value, numbers.Integral)
+    ):
+        raise refusal(name, "a whole number", value)
+    number = int(value)
+    if not low <= number <= high:
         raise refusal(name, wanted or f"from {low} to {high}", value)
-    return value
+    return number
 
 
 def check_bool(name: str, value: object) -> bool:
