@@ -387,7 +387,7 @@ def test_models_that_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     ("num_tokens", "num_seqs", "max_model_len"),
     [(16, 4, 512), (16, 4, 5), (4, 4, 512), (1, 1, 2), (100, 3, 20), (2, 9, 2)],
 )
-def testwarm_up_plan(folder: Path, num_tokens: int, num_seqs: int, max_model_len: int) -> None:
+def test_warm_up_plan(folder: Path, num_tokens: int, num_seqs: int, max_model_len: int) -> None:
     """As many tokens as asked for, or as all sequences have; nothing outside the scratch block."""
     runner = load(folder, max_num_seqs=num_seqs, max_model_len=max_model_len)
     plan = warm_up_plan(runner._resolved, num_tokens)
@@ -405,7 +405,16 @@ def test_the_scratch_block_alone_is_enough_for_a_warm_up(folder: Path) -> None:
     shape[2] = 1
     runner._steps.kv_cache = KVCache.of(torch.zeros(shape))
     runner._steps.slots = SlotTable(max_num_seqs=256, max_model_len=512, block_size=4, device=CPU)
-    plan = warm_up_plan(runner._resolved, 300)
-    with torch.inference_mode():
-        token_ids = runner._steps.run(runner._steps.take(plan)).token_ids
-    assert len(token_ids) == 256
+    for short in (False, True):
+        plan = warm_up_plan(runner._resolved, 300, short=short)
+        with torch.inference_mode():
+            token_ids = runner._steps.run(runner._steps.take(plan)).token_ids
+        assert len(token_ids) == 256
+
+
+def test_a_warm_up_of_short_prompts(folder: Path) -> None:
+    """None longer than those that take their own tiles, none scored."""
+    resolved = replace(load(folder)._resolved, max_num_seqs=8, max_model_len=4096)
+    plan = warm_up_plan(resolved, 4000, short=True)
+    assert {len(chunk.token_ids) for chunk in plan.chunks} == {1024, 4000 - 5 - 3 * 1024 + 1}
+    assert plan.num_tokens == 4000 and not plan.has_targets

@@ -237,15 +237,16 @@ class ModelRunner:
         )
         return max(taken_bytes, 0) + logits_bytes + num_graphs * _GRAPH_BYTES
 
-    def _warm_up_plan(self, num_tokens: int) -> Plan:
-        plan = runner_parts.warm_up_plan(self._resolved, num_tokens)
+    def _warm_up_plan(self, num_tokens: int, *, short: bool = False) -> Plan:
+        plan = runner_parts.warm_up_plan(self._resolved, num_tokens, short=short)
         return plan if self._group is None else replace(plan, whole_rows=True)
 
     def _run(self, plan: Plan) -> None:
         self._steps.run(self._steps.take(plan))
 
     def _warm_up(self) -> int:
-        """Runs one step, on a GPU as large as any; returns the bytes that it took at its peak."""
+        """Runs a step; on a GPU, where that compiles kernels, one as large as any and one of short
+        prompts. Returns the bytes that they took at their peak."""
         resolved = self._resolved
         try:
             if not resolved.on_gpu:
@@ -254,7 +255,8 @@ class ModelRunner:
                 return 0
             torch.cuda.reset_peak_memory_stats(resolved.device)
             before_bytes = torch.cuda.memory_allocated(resolved.device)
-            self._run(self._warm_up_plan(resolved.max_num_batched_tokens))
+            for short in (False, True):
+                self._run(self._warm_up_plan(resolved.max_num_batched_tokens, short=short))
             torch.cuda.synchronize(resolved.device)
             return torch.cuda.max_memory_allocated(resolved.device) - before_bytes
         except torch.OutOfMemoryError as error:

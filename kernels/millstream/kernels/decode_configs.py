@@ -10,7 +10,7 @@ import torch
 MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-_FEW_SEQUENCES, _MANY_SEQUENCES = 4, 1 << 20
+_FEW_SEQUENCES, _FEW_PAIRS, _MANY_SEQUENCES = 4, 32, 1 << 20
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -73,9 +73,10 @@ def choose_config(
             tile=32, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False
         )
     if head_dim == 128 and num_heads <= 2 * num_kv_heads:
-        config = next(config for most, config in _BY_PAIRS if batch * num_kv_heads <= most)
+        pairs = batch * num_kv_heads
+        config = next(config for most, config in _BY_PAIRS if pairs <= most)
         # More than a few are not worth as many cuts as would keep all programs busy.
-        return replace(config, least_share=256) if batch > _FEW_SEQUENCES else config
+        return replace(config, least_share=256) if pairs > _FEW_PAIRS else config
     return DecodeConfig(
         tile=64,
         num_warps=4,

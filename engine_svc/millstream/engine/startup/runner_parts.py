@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (bytes of weights read, bytes in all)
 
+_SHORT_PROMPT = 1024  # tokens; as kernels/paged_prefill.py has it
+
 
 def model_config(config: EngineConfig, model_dir: Path | None) -> ModelConfig:
     if config.load_format not in LOAD_FORMATS:
@@ -146,11 +148,14 @@ def load_model(
     return model
 
 
-def warm_up_plan(resolved: ResolvedConfig, num_tokens: int) -> Plan:
+def warm_up_plan(resolved: ResolvedConfig, num_tokens: int, *, short: bool = False) -> Plan:
     """A step of `num_tokens` tokens of as many sequences as there can be, all in scratch block 0:
-    chunks as long as can be, then decodes; sampling with every filter and edit."""
+    chunks as long as can be, then decodes; sampling with every filter and edit. short: of prompts
+    that take tiles of their own (paged_prefill), none of them scored."""
     num_seqs = min(resolved.max_num_seqs, num_tokens)
     longest = resolved.max_model_len - 1
+    if short:
+        longest = min(longest, _SHORT_PROMPT)
     spare = num_tokens - num_seqs  # tokens beyond one for each sequence
     chunks: list[Chunk] = []
     while spare and len(chunks) < num_seqs and longest > 1:
@@ -161,7 +166,7 @@ def warm_up_plan(resolved: ResolvedConfig, num_tokens: int) -> Plan:
                 start=0,
                 token_ids=(0,) * length,
                 samples=True,
-                target_ids=(0,) * (length - 1),
+                target_ids=() if short else (0,) * (length - 1),
             )
         )
         spare -= length - 1
@@ -173,7 +178,7 @@ def warm_up_plan(resolved: ResolvedConfig, num_tokens: int) -> Plan:
         frequency_penalty=1.0,
         logit_bias=((0, 1.0),),
         logprobs=MAX_LOGPROBS,
-        prompt_logprobs=MAX_LOGPROBS,
+        prompt_logprobs=None if short else MAX_LOGPROBS,
     )
     starts = [
         SlotStart(
