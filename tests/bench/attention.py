@@ -276,7 +276,7 @@ class _FakeDriver:
         return 0
 
 
-def _pretend() -> None:
+def pretend() -> None:
     """In this process, launches compile, and do not run."""
     triton.runtime.driver.set_active(_FakeDriver())
     pdl.options = lambda device: {"PDL": True, "launch_pdl": True}
@@ -308,7 +308,7 @@ def compile_all(work: Sequence[tuple[Case, int, Any]]) -> None:
             case, block_size, config,
         )  # fmt: skip
     with concurrent.futures.ProcessPoolExecutor(
-        os.cpu_count(), multiprocessing.get_context("fork"), initializer=_pretend
+        os.cpu_count(), multiprocessing.get_context("fork"), initializer=pretend
     ) as pool:
         failures = filter(None, pool.map(_compile, *zip(*unique.values(), strict=True)))
         for failure in failures:
