@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the gpu tests, then the flagship workload in process and through gRPC.
-# Needs the packages of the engine and dev extras, and pytest-xdist, on PYTHONPATH. Results go to the
-# folder $OUT.
+# On a machine with a GPU: the gpu tests, then the flagship workload in process and through gRPC, and
+# in turns with nano-vllm where that is on PYTHONPATH. Needs the packages of the engine and dev
+# extras, and pytest-xdist, on PYTHONPATH. Results go to the folder $OUT.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-.}
@@ -25,3 +25,6 @@ for mode in --in-process ""; do
   timeout 200 python3 -m millstream.client bench $mode --load-format dummy --model qwen3-0.6b \
     --runs "${RUNS:-2}" --json "$out/flagship${mode}.json" 2>&1 | tail -2
 done
+if python3 -c 'import nanovllm, flash_attn' 2> /dev/null; then
+  timeout 400 python3 -m tests.bench.nano_vllm --turns "${TURNS:-1}" 2>&1 | tee "$out/ratio.log" | tail -7
+fi
