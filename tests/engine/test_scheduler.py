@@ -410,6 +410,7 @@ def test_stats_count_requests_tokens_and_blocks() -> None:
     assert (stats.num_requests_running, stats.num_requests_waiting) == (2, 1)
     assert (stats.kv_blocks_used, stats.kv_blocks_total) == (4, 32)  # 2 shared, 1 each
     engine.run()
+    assert stats.requests_finished == 0, "stats are of one moment"
     stats = engine.scheduler.stats()
     assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_blocks_used) == (
         0,

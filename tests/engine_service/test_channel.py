@@ -59,7 +59,7 @@ FROM_CORE: list[FromCore] = [
     StepRecord(1, [], [], []),
     StepRecord(2, [2**40, 5], [1, 2], [FINISHED]),
     StepRecord(3, list(range(2**40, 2**40 + 300_000)), list(range(300_000)), []),
-    StatsRecord(7, Stats(num_requests_running=1)),
+    StatsRecord(7, Stats(num_requests_running=1, generation_tokens=2)),
     Fault("why"),
     Loaded(INFO, (("imports", 1.5),)),
 ]

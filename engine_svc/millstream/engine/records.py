@@ -154,20 +154,26 @@ class StepRecord(_Record, frozen=True):
     prompt_logprobs: list[PromptLogprobs] = []
 
 
-class Stats(msgspec.Struct, array_like=True, frozen=True):
-    """Gauges and counters of the scheduler."""
+class Counters(msgspec.Struct, array_like=True):
+    """What of a scheduler only grows, from its first request on."""
+
+    prompt_tokens: int = 0  # admitted for the first time
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # tokens of prompts
+    prefix_cache_hits: int = 0  # tokens of prompts
+    num_preemptions: int = 0
+    requests_finished: int = 0
+
+
+# mypy is right that this is no Counters to add to: it is a copy of them at one moment.
+class Stats(Counters, array_like=True, frozen=True):  # type: ignore[misc]
+    """A scheduler at one moment: its counters, steps and gauges."""
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    requests_finished: int = 0
 
 
 class StatsRecord(_Record, frozen=True):

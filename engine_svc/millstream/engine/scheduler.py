@@ -28,10 +28,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec.structs import asdict
+
 from millstream.engine.plan import Chunk, Plan, RunnerInfo, SlotStart, StepResult
-from millstream.engine.records import FinishedRecord, Stats, StepRecord
+from millstream.engine.records import Counters, FinishedRecord, Stats, StepRecord
 from millstream.engine.request import FinishReason, Request
-from millstream.engine.scheduling.counts import Counts
 from millstream.engine.scheduling.holdings import Holdings
 from millstream.engine.scheduling.launched import Launched
 from millstream.engine.scheduling.prefilling import Prefilling
@@ -60,7 +61,7 @@ class Scheduler:
         self._launched: deque[Launched] = deque()
         self._step = 0
         self._num_admissions = 0
-        self._counts = Counts()
+        self._counters = Counters()
 
     # ---- requests come and go
 
@@ -95,7 +96,7 @@ class Scheduler:
             self._waiting.stopped(sequence)
         sequence.status = Status.FINISHED
         del self._sequences[sequence.key]
-        self._counts.requests_finished += 1
+        self._counters.requests_finished += 1
         return sequence.finished_record(reason, now, stop_token_id, message)
 
     # ---- a step is decided
@@ -182,7 +183,7 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.preemptions += 1
         self._waiting.put_back(sequence)
-        self._counts.num_preemptions += 1
+        self._counters.num_preemptions += 1
 
     def _next_up(self, starts: list[SlotStart], spare_tokens: int, now: float) -> Sequence | None:
         """Whose chunk is next in this step; None if nobody's can be."""
@@ -206,7 +207,9 @@ class Scheduler:
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
             sequence.cached_tokens = sequence.num_computed_tokens
-            self._counts.note_first_admission(sequence)
+            self._counters.prompt_tokens += sequence.prompt_len
+            self._counters.prefix_cache_queries += sequence.prompt_len
+            self._counters.prefix_cache_hits += sequence.cached_tokens
         return True
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
@@ -278,7 +281,7 @@ class Scheduler:
                 finished.append(self._end(sequence, stop, now, stop_token_id=token_id))
             elif len(known) == sequence.max_len:
                 finished.append(self._end(sequence, FinishReason.LENGTH, now))
-        self._counts.generation_tokens += len(keys)
+        self._counters.generation_tokens += len(keys)
         return StepRecord(launched.step, keys, token_ids, finished, logprobs, prompt_logprobs)
 
     # ---- what there is
@@ -309,7 +312,7 @@ class Scheduler:
             kv_blocks_used=self._holdings.pool.num_used,
             kv_blocks_total=self._holdings.pool.num_blocks,
             steps=self._step,
-            **self._counts.as_dict(),
+            **asdict(self._counters),
         )
 
     def check_invariants(self) -> None:
