@@ -86,10 +86,9 @@ def store_state(
     slot: tl.tensor,
     computed: tl.tensor,
     token_id: tl.tensor,
-    inside: tl.tensor,
 ) -> None:
     """A slot's state after a step; that of the slot which pads batches stays."""
-    real = inside & (slot != padding_slot)
+    real = slot != padding_slot
     tl.store(computed_ptr + slot, computed, mask=real)
     tl.store(last_tokens_ptr + slot, token_id, mask=real)
 
@@ -109,10 +108,11 @@ def _advance_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wait(PDL)
     inside = row < num_rows
-    slot = tl.load(slots_ptr + row, mask=inside, other=0)
+    # What is past the last row pads as well.
+    slot = tl.load(slots_ptr + row, mask=inside, other=padding_slot)
     position = tl.load(computed_ptr + slot, mask=inside, other=0)
     token_id = tl.load(token_ids_ptr + row, mask=inside, other=0)
-    store_state(computed_ptr, last_tokens_ptr, padding_slot, slot, position + 1, token_id, inside)
+    store_state(computed_ptr, last_tokens_ptr, padding_slot, slot, position + 1, token_id)
 
 
 def read_slots(

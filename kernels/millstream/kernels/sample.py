@@ -10,6 +10,8 @@ order in any batch, so a row's token does not depend on the other rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,19 @@ from millstream.kernels.sample_noise import block_noise, token_noise
 _CHOICE_WARPS = 8
 _MAX_BLOCKS = 4096
 _MAX_ROWS = 65535  # of a grid's second axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What is sampled from, and how; each as sample() tells of it."""
+
+    logits: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    thresholds: torch.Tensor | None = None
+    block_size: int
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -133,10 +148,9 @@ def _choice_kernel(
     else:
         tl.store(out_ptr + row, token_id.to(tl.int64))
     if ADVANCE:
-        store_state(
-            computed_ptr, last_tokens_ptr, padding_slot, slot, position.to(tl.int64),
-            token_id.to(tl.int64), row < num_rows,
-        )  # fmt: skip
+        computed = position.to(tl.int64)
+        last_token = token_id.to(tl.int64)
+        store_state(computed_ptr, last_tokens_ptr, padding_slot, slot, computed, last_token)
 
 
 def sample(
@@ -164,49 +178,43 @@ def sample(
     Raises ValueError if shapes, dtypes, strides or block_size are others.
     """
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    choose(
-        logits,
-        slots,
-        positions,
-        temperatures,
-        seeds,
-        thresholds,
-        token_ids,
-        block_size,
-        advanced=advanced,
+    rows = Rows(
+        logits=logits,
+        slots=slots,
+        positions=positions,
+        temperatures=temperatures,
+        seeds=seeds,
+        thresholds=thresholds,
+        block_size=block_size,
     )
+    choose(rows, token_ids, advanced=advanced)
     return token_ids
 
 
 def choose(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    thresholds: torch.Tensor | None,
+    rows: Rows,
     out: torch.Tensor,
-    block_size: int,
     *,
     first_id: int | None = None,
     advanced: SlotTables | None = None,
 ) -> None:
     """The two launches of `sample`, which leave token ids in out [R] int64; or, of logits of the
     ids from first_id on, the three numbers of sample_shards.py in out [3, R] float32."""
-    _check(logits, slots, positions, temperatures, seeds, thresholds, block_size)
+    _check(rows)
     if advanced is not None:
-        check_tables(slots, advanced)
+        check_tables(rows.slots, advanced)
+    logits, block_size, thresholds = rows.logits, rows.block_size, rows.thresholds
     num_rows, width = logits.shape
     if not num_rows:
         return
-    largest, log_sums = block_masses(logits, slots, temperatures, thresholds, block_size)
+    largest, log_sums = block_masses(logits, rows.slots, rows.temperatures, thresholds, block_size)
     num_blocks = largest.shape[1]
     _choice_kernel[(num_rows,)](
         logits,
-        slots,
-        positions,
-        temperatures,
-        seeds,
+        rows.slots,
+        rows.positions,
+        rows.temperatures,
+        rows.seeds,
         thresholds,
         largest,
         log_sums,
@@ -215,8 +223,8 @@ def choose(
         None if advanced is None else advanced.last_tokens,
         0 if advanced is None else len(advanced.computed) - 1,
         logits.stride(0),
-        temperatures.stride(0),
-        seeds.stride(0),
+        rows.temperatures.stride(0),
+        rows.seeds.stride(0),
         width,
         num_blocks,
         first_id or 0,
@@ -231,15 +239,10 @@ def choose(
     )
 
 
-def _check(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    thresholds: torch.Tensor | None,
-    block_size: int,
-) -> None:
+def _check(rows: Rows) -> None:
+    logits, block_size, thresholds = rows.logits, rows.block_size, rows.thresholds
+    slots, positions = rows.slots, rows.positions
+    temperatures, seeds = rows.temperatures, rows.seeds
     if block_size & (block_size - 1) or not 16 <= block_size <= LARGEST_BLOCK:
         raise ValueError(f"block_size: {block_size}, not a power of two from 16 to {LARGEST_BLOCK}")
     if logits.dim() != 2 or not 0 < logits.shape[1] <= block_size * _MAX_BLOCKS:
@@ -248,9 +251,8 @@ def _check(
         raise ValueError(f"{logits.shape[0]} rows of logits, more than {_MAX_ROWS}")
     if not logits.is_floating_point() or logits.dtype == torch.float64 or logits.stride(1) != 1:
         raise ValueError(f"logits: {logits.dtype} with strides {logits.stride()}")
-    rows = (logits.shape[0],)
     per_row = [slots, positions] if thresholds is None else [slots, positions, thresholds]
-    if any(tensor.shape != rows or not tensor.is_contiguous() for tensor in per_row):
+    if any(tensor.shape != logits.shape[:1] or not tensor.is_contiguous() for tensor in per_row):
         raise ValueError("slots, positions and thresholds must be contiguous, one per row")
     integers = (torch.int32, torch.int64)
     if slots.dtype not in integers or positions.dtype not in integers:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
-from millstream.kernels.sample import block_scores, choose
+from millstream.kernels.sample import Rows, block_scores, choose
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -67,17 +67,15 @@ def best_of_shard(
     if first_id % block_size or first_id + logits.shape[-1] > 1 << 24:
         raise ValueError(f"ids from {first_id} to {first_id + logits.shape[-1]}")
     out = torch.empty(3, len(logits), device=logits.device)
-    choose(
-        logits,
-        slots,
-        positions,
-        temperatures,
-        seeds,
-        None,
-        out,
-        block_size,
-        first_id=first_id,
+    rows = Rows(
+        logits=logits,
+        slots=slots,
+        positions=positions,
+        temperatures=temperatures,
+        seeds=seeds,
+        block_size=block_size,
     )
+    choose(rows, out, first_id=first_id)
     return out
 
 
