@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +60,15 @@ def test_the_front_end_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_each_package_of_the_engine_has_one_layer_of_the_import_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    layers = [layer for contract in contracts for layer in contract.get("layers", ())]
+    layered = [package for layer in layers for package in re.split(r" [|:] ", layer)]
+    inits = (ROOT / "engine_svc" / "millstream" / "engine").glob("*/__init__.py")
+    assert sorted(layered) == sorted(init.parent.name for init in inits)
 
 
 def test_no_constant_is_written_down_in_two_packages() -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from millstream.engine.request import GrammarSpec, Sampling
-from millstream.engine.startup.phases import Phase
+
+Phase = tuple[str, float]  # a part of a start: (name, seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from millstream.engine.config import EngineConfig
-from millstream.engine.plan import RunnerInfo, TokenLogprobs
+from millstream.engine.plan import Phase, RunnerInfo, TokenLogprobs
 from millstream.engine.request import GrammarSpec, Request
 from millstream.engine.scheduling.prefix import BlockEvent, BlockName
-from millstream.engine.startup.phases import Phase
 
 
 def make_key(stream: int, handle: int) -> int:

@@ -28,10 +28,10 @@ from millstream.engine.frontend.step_parts import parts_of
 from millstream.engine.frontend.streams import Stream
 from millstream.engine.frontend.supervisor import Supervisor
 from millstream.engine.model_files.config_values import ModelConfigError
-from millstream.engine.plan import RunnerInfo
+from millstream.engine.plan import Phase, RunnerInfo
 from millstream.engine.records import StepRecord
 from millstream.engine.request import FinishReason
-from millstream.engine.startup.phases import Phase, Phases, process_start_s
+from millstream.engine.startup.phases import Phases, process_start_s
 from millstream.engine.startup.spawn import SpawnedCore
 from millstream.engine.validation.generation_config import sampling_defaults
 from millstream.rpc.errors import EngineUnavailable, Unsupported

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-Phase = tuple[str, float]  # (name, seconds)
+from millstream.engine.plan import Phase
 
 
 class Phases:
