@@ -118,8 +118,9 @@ class Scheduler:
         # Whole steps count: what passes a prompt decodes beside it afterwards.
         reserved = -(-self.info.max_num_batched_tokens // 2)
         while budget > 0 and (next_up := self._next_up(starts, budget - reserved, now)):
-            chunk = self._next_chunk(next_up, budget)
+            chunk = next_up.take_chunk(budget)
             chunks.append(chunk)
+            self._holdings.register(next_up)
             budget -= len(chunk.token_ids)
             self._prefilling.note_chunk(next_up, is_last=chunk.samples)
             if chunk.samples:
@@ -211,21 +212,6 @@ class Scheduler:
             self._counters.prefix_cache_queries += sequence.prompt_len
             self._counters.prefix_cache_hits += sequence.cached_tokens
         return True
-
-    def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        start = sequence.num_computed_tokens
-        token_ids = tuple(sequence.token_ids[start : start + budget])
-        sequence.num_computed_tokens = stop = start + len(token_ids)
-        self._holdings.register(sequence)
-        first_target, target_ids = sequence.take_targets(start, stop)
-        return Chunk(
-            slot=sequence.slot,
-            start=start,
-            token_ids=token_ids,
-            samples=stop == len(sequence.token_ids),
-            first_target=first_target,
-            target_ids=target_ids,
-        )
 
     def _release(self, sequence: Sequence) -> None:
         """Takes slot and blocks from a running sequence."""

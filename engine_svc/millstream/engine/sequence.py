@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from millstream.engine.plan import RunnerInfo, SlotStart
+from millstream.engine.plan import Chunk, RunnerInfo, SlotStart
 from millstream.engine.records import FinishedRecord
 from millstream.engine.request import FinishReason, Request
 from millstream.engine.scheduling.prefix import BlockName, extend_names
@@ -133,7 +133,23 @@ class Sequence:
         """Whether log probabilities of the prompt are still to be computed."""
         return self.next_target < self.prompt_len
 
-    def take_targets(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
+    def take_chunk(self, budget_tokens: int) -> Chunk:
+        """What follows its computed tokens, `budget_tokens` at most, for a step that is about to be
+        launched: computed from now on. It has a slot, and blocks for them."""
+        start = self.num_computed_tokens
+        token_ids = tuple(self.token_ids[start : start + budget_tokens])
+        self.num_computed_tokens = stop = start + len(token_ids)
+        first_target, target_ids = self._take_targets(start, stop)
+        return Chunk(
+            slot=self.slot,
+            start=start,
+            token_ids=token_ids,
+            samples=stop == len(self.token_ids),
+            first_target=first_target,
+            target_ids=target_ids,
+        )
+
+    def _take_targets(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
         """The targets of a chunk [start, stop) that is about to be launched: Chunk.first_target
         and target_ids."""
         first = max(start + 1, self.next_target)
