@@ -28,6 +28,7 @@ from millstream.engine.scheduler import Scheduler
 from millstream.engine.slots import SlotTable
 from millstream.engine.startup.runner_parts import warm_up_plan
 from millstream.engine.stepping.batch_layout import BatchLayout
+from millstream.kernels.paged_prefill import choose_config
 
 CPU = torch.device("cpu")
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4  # of the tiny model, for blocks of 4 tokens
@@ -418,3 +419,17 @@ def test_a_warm_up_of_short_prompts(folder: Path) -> None:
     plan = warm_up_plan(resolved, 4000, short=True)
     assert {len(chunk.token_ids) for chunk in plan.chunks} == {1024, 4000 - 5 - 3 * 1024 + 1}
     assert plan.num_tokens == 4000 and not plan.has_targets
+
+
+def test_a_warm_up_of_short_prompts_is_as_large_as_their_tiles_ask_for(folder: Path) -> None:
+    """And not as large as any step: that is the other warm-up."""
+    resolved = replace(load(folder)._resolved, max_num_seqs=8, max_model_len=4096)
+    lens = [len(chunk.token_ids) for chunk in warm_up_plan(resolved, 16_384, short=True).chunks]
+    shape = torch.bfloat16, 2, 128
+    tiles = choose_config(*shape, num_tokens=sum(lens), longest=max(lens))
+    assert tiles != choose_config(*shape) and sum(lens) < 4200
+    for missed in (
+        {"num_tokens": 4000, "longest": max(lens)},
+        {"num_tokens": 4200, "longest": 1025},
+    ):
+        assert choose_config(*shape, **missed) == choose_config(*shape)

@@ -44,7 +44,7 @@ class PrefillConfig:
 
 _TWO_HEADS = PrefillConfig(query_tile=32, heads=2, key_tile=64, num_warps=4, num_stages=3)
 # A step of many prompts is short if none is longer.
-SHORT_CONTEXT, _MANY_TOKENS = 1024, 4096
+_SHORT_CONTEXT, _MANY_TOKENS = 1024, 4096
 
 
 def choose_config(
@@ -63,7 +63,7 @@ def choose_config(
         return PrefillConfig(query_tile=32, key_tile=32, num_warps=8, num_stages=2)
     if group % 2 or head_dim != 128:
         return PrefillConfig(query_tile=64, key_tile=64, num_warps=4, num_stages=3)
-    if longest is not None and longest <= SHORT_CONTEXT and num_tokens >= _MANY_TOKENS:
+    if longest is not None and longest <= _SHORT_CONTEXT and num_tokens >= _MANY_TOKENS:
         return replace(_TWO_HEADS, key_tile=32, tail_apart=False)
     return _TWO_HEADS
 

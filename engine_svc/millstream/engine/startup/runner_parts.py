@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (bytes of weights read, bytes in all)
 
-_SHORT_PROMPT = 1024  # tokens; as kernels/paged_prefill.py has it
+# Prompts up to so long take tiles of their own, in steps of as many tokens (paged_prefill.py).
+_SHORT_PROMPT, _MANY_TOKENS = 1024, 4096
 
 
 def model_config(config: EngineConfig, model_dir: Path | None) -> ModelConfig:
@@ -150,12 +151,13 @@ def load_model(
 
 def warm_up_plan(resolved: ResolvedConfig, num_tokens: int, *, short: bool = False) -> Plan:
     """A step of `num_tokens` tokens of as many sequences as there can be, all in scratch block 0:
-    chunks as long as can be, then decodes; sampling with every filter and edit. short: of prompts
-    that take tiles of their own (paged_prefill), none of them scored."""
+    chunks as long as can be, then decodes; sampling with every filter and edit. short: no more
+    tokens than let short prompts take tiles of their own, none of them scored."""
     num_seqs = min(resolved.max_num_seqs, num_tokens)
     longest = resolved.max_model_len - 1
     if short:
         longest = min(longest, _SHORT_PROMPT)
+        num_tokens = min(num_tokens, _MANY_TOKENS + num_seqs)
     spare = num_tokens - num_seqs  # tokens beyond one for each sequence
     chunks: list[Chunk] = []
     while spare and len(chunks) < num_seqs and longest > 1:
