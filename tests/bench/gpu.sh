@@ -16,8 +16,10 @@ alone=(
   tests/engine/test_gpu_edits.py::test_edits_of_every_slot_fit_in_what_was_reserved
 )
 gpu_tests() { # NAME ARGUMENTS...
-  timeout "${TESTS_S:-200}" python3 -m pytest -m gpu -p no:cacheprovider "${@:2}" > "$out/$1.log" 2>&1
-  grep -aE "^(FAILED|ERROR)|passed|failed" "$out/$1.log" | cut -c1-300
+  # Names as they end, and a summary even when time is up.
+  timeout -s INT "${TESTS_S:-200}" python3 -m pytest -m gpu -vv -p no:cacheprovider "${@:2}" \
+    > "$out/$1.log" 2>&1
+  grep -aE "FAILED|ERROR| passed| failed" "$out/$1.log" | cut -c1-300
 }
 gpu_tests together -n 8 --tb=short tests/engine tests/kernels "${alone[@]/#/--deselect=}"
 gpu_tests alone --tb=short "${alone[@]}"
