@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PORTIONS = ("protos", "tokenizer_svc", "engine_svc", "client", "kernels")
+ENGINE = ROOT / "engine_svc" / "millstream" / "engine"
 
 
 def test_no_portion_has_an_init_at_the_top() -> None:
@@ -63,12 +64,30 @@ def test_the_front_end_does_not_import_torch() -> None:
 
 
 def test_each_package_of_the_engine_has_one_layer_of_the_import_contract() -> None:
+    """None of whose packages may import one another: "|" between them, which ":" would allow."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
     layers = [layer for contract in contracts for layer in contract.get("layers", ())]
-    layered = [package for layer in layers for package in re.split(r" [|:] ", layer)]
-    inits = (ROOT / "engine_svc" / "millstream" / "engine").glob("*/__init__.py")
-    assert sorted(layered) == sorted(init.parent.name for init in inits)
+    layered = [package for layer in layers for package in layer.split(" | ")]
+    assert sorted(layered) == sorted(_packages_of_the_engine())
+
+
+def test_the_docs_say_which_packages_the_engines_import() -> None:
+    lines = (ROOT / "docs" / "architecture.md").read_text().splitlines()
+    rows = [re.fullmatch(r"\| (\w+)/ \|[^|]*\|([^|]*)\|", line) for line in lines]
+    told = {row[1]: set(re.findall(r"\w+", row[2])) for row in rows if row}
+    assert told == {name: _imported_by(name) for name in _packages_of_the_engine()}
+
+
+def _packages_of_the_engine() -> list[str]:
+    return [init.parent.name for init in ENGINE.glob("*/__init__.py")]
+
+
+def _imported_by(package: str) -> set[str]:
+    """Which others of the engine's packages one imports itself, for types too."""
+    text = "".join(file.read_text() for file in (ENGINE / package).glob("*.py"))
+    names = set(re.findall(r"^ *(?:from|import) millstream\.engine\.(\w+)", text, re.MULTILINE))
+    return names.intersection(_packages_of_the_engine()) - {package}
 
 
 def test_no_constant_is_written_down_in_two_packages() -> None:

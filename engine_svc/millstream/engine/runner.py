@@ -74,12 +74,15 @@ class ModelRunner:
         runner_parts.set_threads(config, resolved, group)
         # All work of a runner is on one stream, which is not the default one: graphs need that.
         self._stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._results: CpuResults | GpuResults = CpuResults()
         if resolved.on_gpu:
             # cuDNN's attention plans anew for each length it has not seen: 2 ms a layer and step.
             torch.backends.cuda.enable_cudnn_sdp(False)
             stream = torch.cuda.Stream(resolved.device)  # type: ignore[no-untyped-call]
             self._stream = torch.cuda.stream(stream)
-        self._results = GpuResults(resolved) if resolved.on_gpu else CpuResults()
+            self._results = GpuResults(
+                max_num_seqs=resolved.max_num_seqs, max_in_flight=resolved.max_in_flight
+            )
         self._phases.end("device")
         ops = runner_parts.make_ops(resolved, self._model_config)
         with torch.inference_mode(), self._stream:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from millstream.engine.hardware import ResolvedConfig
 from millstream.engine.plan import StepResult
 from millstream.engine.stepping.logprobs import StepScores
 
@@ -34,10 +33,10 @@ class GpuResults:
     """Sampled tokens of launched steps, on their way to pinned memory: one buffer a step in flight,
     and an event that says when it is filled."""
 
-    def __init__(self, resolved: ResolvedConfig) -> None:
+    def __init__(self, *, max_num_seqs: int, max_in_flight: int) -> None:
         self._free = deque(
-            (torch.empty(resolved.max_num_seqs, dtype=torch.int64, pin_memory=True), torch.Event())
-            for _ in range(resolved.max_in_flight)
+            (torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=True), torch.Event())
+            for _ in range(max_in_flight)
         )
         self._steps: deque[_GpuStep] = deque()
 
