@@ -152,12 +152,13 @@ def load_model(
 def warm_up_plan(resolved: ResolvedConfig, num_tokens: int, *, short: bool = False) -> Plan:
     """A step of `num_tokens` tokens of as many sequences as there can be, all in scratch block 0:
     chunks as long as can be, then decodes; sampling with every filter and edit. short: no more
-    tokens than let short prompts take tiles of their own, none of them scored."""
+    tokens and sequences than let short prompts take tiles of their own, none of them scored."""
     num_seqs = min(resolved.max_num_seqs, num_tokens)
     longest = resolved.max_model_len - 1
     if short:
         longest = min(longest, _SHORT_PROMPT)
-        num_tokens = min(num_tokens, _MANY_TOKENS + num_seqs)
+        num_tokens = min(num_tokens, _MANY_TOKENS)
+        num_seqs = min(num_seqs, -(-num_tokens // longest))  # decodes would be no prompts' tokens
     spare = num_tokens - num_seqs  # tokens beyond one for each sequence
     chunks: list[Chunk] = []
     while spare and len(chunks) < num_seqs and longest > 1:
