@@ -16,8 +16,8 @@ alone=(
   tests/engine/test_gpu_edits.py::test_edits_of_every_slot_fit_in_what_was_reserved
 )
 gpu_tests() { # NAME ARGUMENTS...
-  # Names as they end, and a summary even when time is up.
-  timeout -s INT "${TESTS_S:-200}" python3 -m pytest -m gpu -vv -p no:cacheprovider "${@:2}" \
+  # Names as they end, and a summary even when time is up; a hung kernel hears no Ctrl-C.
+  timeout -s INT -k 30 "${TESTS_S:-200}" python3 -m pytest -m gpu -vv -p no:cacheprovider "${@:2}" \
     > "$out/$1.log" 2>&1
   grep -aE "FAILED|ERROR| passed| failed" "$out/$1.log" | cut -c1-300
 }
