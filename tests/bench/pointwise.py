@@ -9,12 +9,14 @@ Small rows are bound by latency: there the microseconds count, not the share.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tests.bench.graph_timing import copy_bandwidth, graph_time
+from tests.sampled_rows import kernel_rows
 
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
 from millstream.kernels.sample import sample
@@ -48,9 +50,13 @@ def samplers(rows: int) -> list[Kernel]:
     slots = torch.arange(rows, device="cuda")
     ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, device="cuda")
     no_k, k, p = torch.zeros_like(slots), torch.full_like(slots, 50), ones * 0.95
+
+    def sampled(temperatures: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return sample(kernel_rows(x, slots, slots, temperatures, slots, block_size=1024))
+
     return [
-        ("sample, greedy", lambda x: sample(x, slots, slots, zeros, slots, block_size=1024), 1),
-        ("sample, random", lambda x: sample(x, slots, slots, ones, slots, block_size=1024), 1),
+        ("sample, greedy", functools.partial(sampled, zeros), 1),
+        ("sample, random", functools.partial(sampled, ones), 1),
         ("thresholds, off", lambda x: thresholds(x, slots, ones, no_k, ones, zeros), 0),
         ("thresholds, top-k 50", lambda x: thresholds(x, slots, ones, k, ones, zeros), 1),
         ("thresholds, top-p 0.95", lambda x: thresholds(x, slots, ones, no_k, p, zeros), 1),

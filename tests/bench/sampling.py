@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from tests.bench.graph_timing import graph_time
 from tests.bench.pointwise import buffers
+from tests.sampled_rows import kernel_rows
 
 from millstream.engine.sampling import vocab_block
 from millstream.kernels import sample as sample_kernels
@@ -46,9 +47,9 @@ def calls(rows: int, vocab_size: int, temperature: float) -> dict[str, Call]:
         return block_masses(x, slots, temperatures, None, block_size)
 
     def whole(warps: int, advanced: SlotTables | None, x: torch.Tensor) -> torch.Tensor:
-        arguments = (slots, slots, temperatures, seeds)
+        rows_of_x = kernel_rows(x, slots, slots, temperatures, seeds, block_size=block_size)
         with mock.patch.object(sample_kernels, "_CHOICE_WARPS", warps):
-            return sample(x, *arguments, block_size=block_size, advanced=advanced)
+            return sample(rows_of_x, advanced=advanced)
 
     ships = sample_kernels._CHOICE_WARPS
     return {

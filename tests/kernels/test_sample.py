@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tests.sampled_rows import BLOCK, kernel_rows
 
 from millstream.engine import sampling
 from millstream.engine.stepping.noise import block_noise, token_noise
@@ -12,7 +15,6 @@ from millstream.kernels.decode_state import SlotTables
 from millstream.kernels.sample import sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BLOCK = 256
 # Scores that are nearer than this may change places by float rounding.
 GAP = 1e-4
 
@@ -80,12 +82,12 @@ def test_equals_the_engines_sampler(device: str, dtype: torch.dtype, vocab: int)
     slots = torch.tensor([3, 0, 7, 1, 6, 2], device=device)
     positions = torch.tensor([0, 5, 77, 40_000, 131_071, 2**31 - 1], device=device)
     before = logits.clone()
-    got = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
+    got = sample(kernel_rows(logits, slots, positions, temperatures, seeds))
     expected, gap = expected_ids(logits, positions, temperatures[slots], seeds[slots])
     sure = gap > GAP
     assert sure.sum() >= rows - 1 and torch.equal(got[sure], expected[sure])
     assert torch.equal(logits, before) and got.dtype == torch.int64
-    narrow = sample(logits, slots.int(), positions.int(), temperatures, seeds, block_size=BLOCK)
+    narrow = sample(kernel_rows(logits, slots.int(), positions.int(), temperatures, seeds))
     assert torch.equal(got, narrow)
 
 
@@ -100,7 +102,7 @@ def test_sizes_of_real_models(device: str, dtype: torch.dtype, rows: int, vocab:
     slots = torch.arange(rows, device=device).flip(0) + 1
     for step in range(3):
         positions = torch.arange(rows, device=device) * 17 + step
-        got = sample(logits, slots, positions, temperatures, seeds, block_size=1024)
+        got = sample(kernel_rows(logits, slots, positions, temperatures, seeds, block_size=1024))
         expected, gap = expected_ids(logits, positions, temperatures[slots], seeds[slots], 1024)
         sure = gap > GAP
         assert sure.sum() >= 0.99 * rows - 1 and torch.equal(got[sure], expected[sure])
@@ -114,7 +116,7 @@ def test_thousands_of_rows(device: str) -> None:
     logits = (logits_of(count, vocab, scale=1.0) * scales).to(device)
     temperatures, seeds = tables([0.2 + (i % 37) / 20 for i in range(count)], device)
     slots = torch.arange(count, device=device)
-    got = sample(logits, slots, slots % 91, temperatures, seeds, block_size=block_size)
+    got = sample(kernel_rows(logits, slots, slots % 91, temperatures, seeds, block_size=block_size))
     expected, lead = expected_ids(logits, slots % 91, temperatures, seeds, block_size)
     sure = lead > GAP
     assert sure.sum() > 0.999 * count - 2 and torch.equal(got[sure], expected[sure])
@@ -130,7 +132,7 @@ def test_greedy_takes_the_lowest_id_of_equals(device: str, dtype: torch.dtype) -
     logits[3, 17] = -3e38
     temperatures, seeds = tables([0.0], device)
     zeros = torch.zeros(4, dtype=torch.int64, device=device)
-    got = sample(logits, zeros, zeros, temperatures, seeds, block_size=BLOCK)
+    got = sample(kernel_rows(logits, zeros, zeros, temperatures, seeds))
     assert got.tolist() == [0, BLOCK - 1, 2 * BLOCK + 8, 17]
 
 
@@ -141,12 +143,12 @@ def test_a_row_samples_the_same_alone_and_in_a_crowd(device: str) -> None:
     slots = torch.arange(5, device=device)
     for step in range(4):
         positions = slots * 3 + step
-        together = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
+        together = sample(kernel_rows(logits, slots, positions, temperatures, seeds))
         for row in range(5):
             one = slice(row, row + 1)
             moved = torch.zeros(1, dtype=torch.int64, device=device)
             alone = sample(
-                logits[one], moved, positions[one], temperatures[one], seeds[one], block_size=BLOCK
+                kernel_rows(logits[one], moved, positions[one], temperatures[one], seeds[one])
             )
             assert torch.equal(alone, together[one])
 
@@ -162,7 +164,7 @@ def test_samples_have_the_exact_distribution(device: str) -> None:
     for start in range(0, count, len(slots)):
         positions = torch.arange(start, start + len(slots), device=device)
         rows = row.expand(len(slots), -1)
-        drawn = sample(rows, slots, positions, temperatures, seeds, block_size=16)
+        drawn = sample(kernel_rows(rows, slots, positions, temperatures, seeds, block_size=16))
         got += drawn.bincount(minlength=34)
     expected = (row[0] / 0.7).softmax(-1) * count
     assert ((got - expected) ** 2 / expected).sum() < 72
@@ -178,7 +180,7 @@ def test_row_52_tiny_temperatures(device: str, temperature: float) -> None:
     slots = torch.zeros(60, dtype=torch.int64, device=device)
     positions = torch.arange(60, device=device)
     rows = logits.to(device).expand(60, -1)
-    got = sample(rows, slots, positions, temperatures, seeds, block_size=BLOCK).tolist()
+    got = sample(kernel_rows(rows, slots, positions, temperatures, seeds)).tolist()
     assert set(got) == set(tied) and all(got.count(token) > 5 for token in tied)
 
 
@@ -193,10 +195,9 @@ def test_thresholds(device: str) -> None:
     cut = logits.masked_fill(logits < thresholds[:, None], float("-inf"))
     for step in range(8):
         positions = slots + step
-        got = sample(
-            logits, slots, positions, temperatures, seeds, thresholds=thresholds, block_size=16
-        )
-        assert torch.equal(got, sample(cut, slots, positions, temperatures, seeds, block_size=16))
+        rows = kernel_rows(logits, slots, positions, temperatures, seeds, block_size=16)
+        got = sample(replace(rows, thresholds=thresholds))
+        assert torch.equal(got, sample(replace(rows, logits=cut)))
         assert logits[0, got[0]] >= thresholds[0] and got[2] == logits[2].argmax()
 
 
@@ -214,16 +215,16 @@ def test_it_may_advance_the_slots_that_it_samples_for(device: str, dtype: torch.
         computed=computed.to(device, copy=True), last_tokens=last_tokens.to(device, copy=True)
     )
     positions = state.computed[slots].to(dtype) + 1
-    arguments = (logits, slots, positions, temperatures, seeds)
-    token_ids = sample(*arguments, block_size=BLOCK, advanced=state)
-    assert torch.equal(token_ids, sample(*arguments, block_size=BLOCK))
+    rows = kernel_rows(logits, slots, positions, temperatures, seeds)
+    token_ids = sample(rows, advanced=state)
+    assert torch.equal(token_ids, sample(rows))
     expected = reference_state.advance_slots(slots.cpu(), token_ids.cpu(), computed, last_tokens)
     assert torch.equal(state.computed.cpu(), expected[0])
     assert torch.equal(state.last_tokens.cpu(), expected[1])
     for bad in (state.computed[:2], state.computed.int()):
         refused = SlotTables(computed=bad, last_tokens=state.last_tokens)
         with pytest.raises(ValueError, match="computed and last_tokens"):
-            sample(*arguments, block_size=BLOCK, advanced=refused)
+            sample(rows, advanced=refused)
 
 
 def test_rows_may_lie_apart_and_ids_stay_in_the_vocabulary(device: str) -> None:
@@ -231,14 +232,11 @@ def test_rows_may_lie_apart_and_ids_stay_in_the_vocabulary(device: str) -> None:
     temperatures, seeds = tables([0.0, 1.0], device)
     slots = torch.tensor([1, 0], device=device)
     positions = torch.tensor([3, 4], device=device)
-    got = sample(wide[::2, 10:110], slots, positions, temperatures, seeds, block_size=BLOCK)
-    copied = sample(
-        wide[::2, 10:110].contiguous(), slots, positions, temperatures, seeds, block_size=BLOCK
-    )
-    assert torch.equal(got, copied)
+    rows = kernel_rows(wide[::2, 10:110], slots, positions, temperatures, seeds)
+    assert torch.equal(sample(rows), sample(replace(rows, logits=rows.logits.contiguous())))
     broken = torch.full((2, 100), float("nan"), device=device)
     for bad in (broken, torch.full_like(broken, float("-inf"))):
-        got = sample(bad, slots, positions, temperatures, seeds, block_size=BLOCK)
+        got = sample(replace(rows, logits=bad))
         assert ((got >= 0) & (got < 100)).all()
 
 
@@ -246,24 +244,25 @@ def test_no_rows_and_bad_inputs(device: str) -> None:
     temperatures, seeds = tables([0.0, 1.0], device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
     logits = torch.zeros(2, 8, device=device)
-    assert sample(logits[:0], none, none, temperatures, seeds, block_size=BLOCK).shape == (0,)
+    assert sample(kernel_rows(logits[:0], none, none, temperatures, seeds)).shape == (0,)
     two = torch.zeros(2, dtype=torch.int64, device=device)
+    rows = kernel_rows(logits, two, two, temperatures, seeds)
     cases = [
-        ((logits[0], two, two, temperatures, seeds), "shape"),
-        ((logits[:, :0], two, two, temperatures, seeds), "shape"),
-        ((logits.double(), two, two, temperatures, seeds), "float64"),
-        ((logits[:, ::2], two, two, temperatures, seeds), "strides"),
-        ((logits, two[:1], two, temperatures, seeds), "one per row"),
-        ((logits, two, two.float(), temperatures, seeds), "not integers"),
-        ((logits, two, two, temperatures.double(), seeds), "float64"),
-        ((logits, two, two, temperatures, seeds[:1]), "slots"),
+        (replace(rows, logits=logits[0]), "shape"),
+        (replace(rows, logits=logits[:, :0]), "shape"),
+        (replace(rows, logits=logits.double()), "float64"),
+        (replace(rows, logits=logits[:, ::2]), "strides"),
+        (replace(rows, slots=two[:1]), "one per row"),
+        (replace(rows, positions=two.float()), "not integers"),
+        (replace(rows, temperatures=temperatures.double()), "float64"),
+        (replace(rows, seeds=seeds[:1]), "slots"),
+        (replace(rows, thresholds=logits[:, 0]), "one per row"),
+        (replace(rows, thresholds=two), "not float32"),
+        *((replace(rows, block_size=size), f"block_size: {size}") for size in (0, 8, 100, 4096)),
     ]
-    for size in (0, 8, 100, 4096):
-        with pytest.raises(ValueError, match=f"block_size: {size}"):
-            sample(logits, two, two, temperatures, seeds, block_size=size)
-    for arguments, says in cases:
+    for bad, says in cases:
         with pytest.raises(ValueError, match=says):
-            sample(*arguments, block_size=BLOCK)
+            sample(bad)
 
 
 @pytest.mark.gpu
@@ -275,17 +274,16 @@ def test_in_a_cuda_graph(device: str) -> None:
     temperatures, seeds = tables([0.0, 0.7, 1.0, 1.4], device)
     slots = torch.arange(4, device=device)
     positions = slots * 5
-    sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
+    rows = kernel_rows(logits, slots, positions, temperatures, seeds)
+    sample(rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
+        out = sample(rows)
     for step in range(3):
         positions += 1
         slots.copy_(slots.roll(1))
         graph.replay()
-        assert torch.equal(
-            out, sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK)
-        ), step
+        assert torch.equal(out, sample(rows)), step
 
 
 def test_tokens_at_minus_infinity_are_never_sampled(device: str) -> None:
@@ -299,5 +297,5 @@ def test_tokens_at_minus_infinity_are_never_sampled(device: str) -> None:
         temperatures, seeds = tables([temperature] * 3, device)
         for position in range(5):
             positions = torch.full((3,), position, device=device)
-            got = sample(logits, slots, positions, temperatures, seeds, block_size=BLOCK).tolist()
+            got = sample(kernel_rows(logits, slots, positions, temperatures, seeds)).tolist()
             assert got[0] == 2 * BLOCK + 1 and got[1] >= BLOCK + 9

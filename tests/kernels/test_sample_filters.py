@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tests.sampled_rows import kernel_rows
 
 from millstream.engine import sampling
 from millstream.kernels.sample import sample
@@ -103,9 +106,8 @@ def test_all_filters_in_a_mixed_batch_sample_as_the_engine_does(device: str) -> 
     block_size = sampling.vocab_block(900)
     for step in range(5):
         positions = slots * 9 + step
-        got = sample(
-            logits, slots, positions, temperatures, seeds, block_size=block_size, thresholds=limits
-        )
+        rows = kernel_rows(logits, slots, positions, temperatures, seeds, block_size=block_size)
+        got = sample(replace(rows, thresholds=limits))
         assert torch.equal(got, sampling.sample(logits.clone(), positions, engine_rows))
 
 

@@ -29,7 +29,17 @@ _MAX_ROWS = 65535  # of a grid's second axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What is sampled from, and how; each as sample() tells of it."""
+    """What is sampled from, and how. The tables by slot may have any stride and are read on the
+    device only: a CUDA graph can hold all of this.
+
+    logits: [R, V] in bfloat16, float16 or float32, which stay.
+    slots, positions: [R] int32 or int64, contiguous; positions are of the tokens to sample.
+    temperatures: [slots] float32; 0 is greedy: argmax, the lowest id of equals.
+    seeds: [slots] int64, the bits of an unsigned seed.
+    thresholds: [R] float32, contiguous: tokens of lower logits are not sampled; some token of each
+    row must reach it.
+    block_size: a power of two from 16 to 2048; what a seed samples depends on it.
+    """
 
     logits: torch.Tensor
     slots: torch.Tensor
@@ -153,40 +163,14 @@ def _choice_kernel(
         store_state(computed_ptr, last_tokens_ptr, padding_slot, slot, computed, last_token)
 
 
-def sample(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    *,
-    block_size: int,
-    thresholds: torch.Tensor | None = None,
-    advanced: SlotTables | None = None,
-) -> torch.Tensor:
-    """The token ids [R] int64 of logits [R, V] in bfloat16, float16 or float32, which stay.
+def sample(rows: Rows, *, advanced: SlotTables | None = None) -> torch.Tensor:
+    """The token ids [R] int64 that rows sample.
 
-    slots, positions: [R] int32 or int64, contiguous; positions are of the tokens to sample.
-    temperatures: [slots] float32; 0 is greedy: argmax, the lowest id of equals.
-    seeds: [slots] int64, the bits of an unsigned seed. The tables by slot may have any stride and
-    are read on the device only: a CUDA graph can hold all of this.
-    block_size: a power of two from 16 to 2048; what a seed samples depends on it.
-    thresholds: [R] float32, contiguous: tokens of lower logits are not sampled; some token of each
-    row must reach it.
     advanced: the tables in which each slot (int64; distinct, but for the last, which stays as it
     is) has then computed `positions` tokens, and sampled the row's last.
     Raises ValueError if shapes, dtypes, strides or block_size are others.
     """
-    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    rows = Rows(
-        logits=logits,
-        slots=slots,
-        positions=positions,
-        temperatures=temperatures,
-        seeds=seeds,
-        thresholds=thresholds,
-        block_size=block_size,
-    )
+    token_ids = torch.empty(len(rows.logits), dtype=torch.int64, device=rows.logits.device)
     choose(rows, token_ids, advanced=advanced)
     return token_ids
 

@@ -47,34 +47,20 @@ def _merge_kernel(
     tl.store(out_ptr + row, tl.minimum(token_id, vocab_size - 1))
 
 
-def best_of_shard(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    *,
-    first_id: int,
-    block_size: int,
-) -> torch.Tensor:
+def best_of_shard(rows: Rows, *, first_id: int) -> torch.Tensor:
     """[3, R] float32: of each row the two parts of its best block's score (of a greedy row: its
     largest logit, 0) and the id chosen of that block, exact below 2**24.
 
-    logits: [R, V], of the ids from first_id on, a multiple of block_size, which is the whole
-    vocabulary's; the rest as in sample.sample.
-    Raises ValueError if shapes, dtypes or strides are others.
+    rows: of logits of the ids from first_id on, a multiple of block_size, which is the whole
+    vocabulary's; without thresholds.
+    Raises ValueError if ids, shapes, dtypes or strides are others, or there are thresholds.
     """
-    if first_id % block_size or first_id + logits.shape[-1] > 1 << 24:
-        raise ValueError(f"ids from {first_id} to {first_id + logits.shape[-1]}")
-    out = torch.empty(3, len(logits), device=logits.device)
-    rows = Rows(
-        logits=logits,
-        slots=slots,
-        positions=positions,
-        temperatures=temperatures,
-        seeds=seeds,
-        block_size=block_size,
-    )
+    end_id = first_id + rows.logits.shape[-1]
+    if first_id % rows.block_size or end_id > 1 << 24:
+        raise ValueError(f"ids from {first_id} to {end_id}")
+    if rows.thresholds is not None:
+        raise ValueError("a part of the vocabulary is sampled without thresholds")
+    out = torch.empty(3, len(rows.logits), device=rows.logits.device)
     choose(rows, out, first_id=first_id)
     return out
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tests.sampled_rows import BLOCK, kernel_rows
 
 from millstream.engine import sampling
 from millstream.engine.parallel import vocab_spans
@@ -73,16 +76,23 @@ def test_kernels_equal_the_oracle(device: str, dtype: torch.dtype, vocab: int, r
         seeds=SEEDS[slots.cpu()][random],
     )
     block_size = vocab_block(vocab)
+    whole = kernel_rows(logits, slots, positions, temperatures, seeds, block_size=block_size)
     for span in vocab_spans(vocab, ranks):
         shard = logits[:, span.start : span.stop]
-        best = sample_shards.best_of_shard(
-            shard, slots, positions, temperatures, seeds, first_id=span.start, block_size=block_size
-        )
+        best = sample_shards.best_of_shard(replace(whole, logits=shard), first_id=span.start)
         oracle = best_of_shard(shard.float().cpu(), POSITIONS, rows, span.start, block_size)
         torch.testing.assert_close(best.cpu(), oracle, rtol=1e-5, atol=1e-4)
         shards.append(best)
         expected.append(oracle)
     got = sample_shards.best_of_shards(torch.stack(shards), slots, temperatures, vocab_size=vocab)
     assert torch.equal(got.cpu(), best_of_shards(torch.stack(expected), TEMPERATURES[slots.cpu()]))
-    whole = sample(logits, slots, positions, temperatures, seeds, block_size=block_size)
-    assert torch.equal(got, whole)
+    assert torch.equal(got, sample(whole))
+
+
+def test_bad_parts_are_refused() -> None:
+    rows = kernel_rows(logits_of(64, 1), POSITIONS, POSITIONS, TEMPERATURES, SEEDS)
+    for first_id in (BLOCK - 1, 2**24):
+        with pytest.raises(ValueError, match=f"ids from {first_id} to {first_id + 64}"):
+            sample_shards.best_of_shard(rows, first_id=first_id)
+    with pytest.raises(ValueError, match="thresholds"):
+        sample_shards.best_of_shard(replace(rows, thresholds=TEMPERATURES), first_id=BLOCK)

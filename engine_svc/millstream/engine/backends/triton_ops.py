@@ -34,6 +34,7 @@ from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Config, Gemv, choose
 from millstream.kernels.paged_decode import FixedCut, PagedDecode, supports
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
+from millstream.kernels.sample import Rows
 from millstream.kernels.sample import sample as gumbel_max
 from millstream.kernels.sample_filters import thresholds
 from millstream.kernels.sample_shards import best_of_shard, best_of_shards
@@ -132,26 +133,30 @@ class TritonOps:
                 logits, slots, table.temperatures, table.top_k, table.top_p, table.min_p
             )
         return gumbel_max(
-            logits,
-            slots,
-            positions,
-            table.temperatures,
-            table.seeds,
-            block_size=vocab_block(self._vocab_size),
-            thresholds=least,
+            self._rows(logits, positions, slots, table, least),
             advanced=None if advanced is None else _tables(advanced),
         )
 
     def best_of_shard(
         self, logits: Tensor, positions: Tensor, slots: Tensor, table: SlotSampling, first_id: int
     ) -> Tensor:
-        return best_of_shard(
-            logits,
-            slots,
-            positions,
-            table.temperatures,
-            table.seeds,
-            first_id=first_id,
+        return best_of_shard(self._rows(logits, positions, slots, table), first_id=first_id)
+
+    def _rows(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        table: SlotSampling,
+        least: Tensor | None = None,
+    ) -> Rows:
+        return Rows(
+            logits=logits,
+            slots=slots,
+            positions=positions,
+            temperatures=table.temperatures,
+            seeds=table.seeds,
+            thresholds=least,
             block_size=vocab_block(self._vocab_size),
         )
 
