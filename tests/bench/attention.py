@@ -188,8 +188,8 @@ def prefill_cases() -> list[Case]:
     ]
 
 
-def prefill_configs(case: Case, block_size: int) -> dict[str, PrefillConfig]:
-    return prefill_candidates(case.heads[0] // case.heads[1], block_size)
+def prefill_configs(case: Case) -> dict[str, PrefillConfig]:
+    return prefill_candidates(case.heads[0] // case.heads[1], case.heads[2])
 
 
 # ---- inputs: caches cut out of one buffer, blocks in random order
@@ -453,7 +453,7 @@ def bench_prefill(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]
     for case in prefill_cases():
         for block_size in case.block_sizes:
             inputs = make_inputs(case, block_size, buffer, case.layers)
-            results = measure(case, prefill_calls, prefill_configs(case, block_size), inputs)
+            results = measure(case, prefill_calls, prefill_configs(case), inputs)
             shipped = measure(case, prefill_calls, {"shipped": None}, inputs)
             records.append({"case": case.name, "block": block_size, "us": results | shipped})
             texts = [
@@ -518,7 +518,7 @@ def main() -> None:
     if "prefill" in arguments.cases:
         for case in prefill_cases():
             for size in case.block_sizes:
-                work += [(case, size, config) for config in prefill_configs(case, size).values()]
+                work += [(case, size, config) for config in prefill_configs(case).values()]
     compile_all(work)
     if arguments.compile_only:
         return

@@ -1,48 +1,42 @@
-"""Configurations of prefill attention: tests.bench.attention times them on a GPU, compile_sm90
-shows without one that they spill nothing."""
+"""Configurations of prefill attention in bfloat16: what ships, which compile_sm90 compiles without
+a GPU, and what tests.bench.attention times beside it on one."""
 
 from __future__ import annotations
 
-from millstream.kernels.paged_prefill import PrefillConfig
+from dataclasses import replace
 
-# Query tile, heads, key tile, warps, stages, tail apart.
-_Tile = tuple[int, int, int, int, int, bool]
-_ANY: list[_Tile] = [
-    (128, 1, 64, 8, 3, True),
-    (128, 1, 64, 8, 2, True),
-    (64, 1, 64, 4, 2, True),
-    (64, 1, 64, 4, 3, True),
-    (64, 1, 64, 4, 3, False),
-    (64, 1, 32, 4, 3, True),
-    (64, 1, 32, 4, 3, False),
-]
-_LARGE_BLOCKS: list[_Tile] = [(128, 1, 128, 8, 2, True)]
-_PAIRS: list[_Tile] = [
-    (64, 2, 64, 8, 3, True),
-    (64, 2, 64, 8, 3, False),
-    (64, 2, 32, 8, 2, False),
-    (32, 2, 64, 4, 3, True),
-    (32, 2, 64, 4, 3, False),
-    (32, 2, 32, 4, 3, True),
-    (32, 2, 32, 4, 3, False),
-]
-_FOURS: list[_Tile] = [(32, 4, 64, 8, 3, True), (16, 4, 64, 4, 3, True), (16, 4, 64, 4, 3, False)]
+import torch
+
+from millstream.kernels.paged_prefill import PrefillConfig, choose_config
+
+_ROWS = 64  # of a program: queries times heads
 
 
-def prefill_candidates(group: int, block_size: int) -> dict[str, PrefillConfig]:
-    """By name, those worth a try for `group` query heads a KV head: their programs are full."""
-    tiles = [*_ANY]
-    tiles += _LARGE_BLOCKS if block_size >= 128 else []
-    tiles += _PAIRS if group % 2 == 0 else []
-    tiles += _FOURS if group % 4 == 0 else []
-    return {
-        f"{query}x{heads}x{key} w{warps} s{stages}{'' if apart else ' one loop'}": PrefillConfig(
-            query_tile=query,
-            heads=heads,
-            key_tile=key,
-            num_warps=warps,
-            num_stages=stages,
-            tail_apart=apart,
-        )
-        for query, heads, key, warps, stages, apart in tiles
-    }
+def shipped_prefill(group: int, head_dim: int) -> list[PrefillConfig]:
+    """For `group` query heads a KV head: of any step, and of one of many short prompts."""
+    return [
+        choose_config(torch.bfloat16, group, head_dim, num_tokens=16_384, longest=longest)
+        for longest in (None, 1000)
+    ]
+
+
+def prefill_candidates(group: int, head_dim: int) -> dict[str, PrefillConfig]:
+    """By name, those that ship, and what differs from one of them in one thing: how many heads
+    share the rows, the key tile, stages, whether the tail is apart. Programs are full."""
+    near = []
+    for config in shipped_prefill(group, head_dim):
+        near.append(config)
+        near += [
+            replace(config, heads=heads, query_tile=_ROWS // heads)
+            for heads in (1, 2, 4)
+            if group % heads == 0
+        ]
+        near += [replace(config, key_tile=key_tile) for key_tile in (32, 64)]
+        near += [replace(config, num_stages=2), replace(config, tail_apart=not config.tail_apart)]
+    return {_name(config): config for config in near}
+
+
+def _name(config: PrefillConfig) -> str:
+    tile = f"{config.query_tile}x{config.heads}x{config.key_tile}"
+    loops = "" if config.tail_apart else " one loop"
+    return f"{tile} w{config.num_warps} s{config.num_stages}{loops}"

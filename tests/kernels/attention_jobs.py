@@ -1,5 +1,4 @@
-"""The attention kernels as compile_sm90 takes them, by shape and batch: what ships, and candidates
-for prefill."""
+"""The attention kernels that ship as compile_sm90 takes them, by shape and batch."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 
 import torch
 import triton
-from tests.bench.prefill_candidates import prefill_candidates
+from tests.bench.prefill_candidates import shipped_prefill
 
 from millstream.kernels import (
     paged_decode,
@@ -34,14 +33,8 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             for batch in (1, 128, 256):
                 yield decode_job(*heads, block_size, batch)
             yield decode_job(*heads, block_size, 256, repeat=True)
-            group = heads[0] // heads[1]
-            for longest in (None, 1000):
-                shape = {"num_tokens": 16_384, "longest": longest}
-                config = paged_prefill.choose_config(BF16, group, heads[2], **shape)
+            for config in shipped_prefill(heads[0] // heads[1], heads[2]):
                 yield prefill_job(*heads, block_size, config)
-    for heads, block_size in (((16, 8, 128), 64), ((32, 4, 128), 256)):
-        for config in prefill_candidates(heads[0] // heads[1], block_size).values():
-            yield prefill_job(*heads, block_size, config)
     for num_tokens in (1, 256):
         yield store_job(num_tokens)
 

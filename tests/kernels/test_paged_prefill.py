@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.bench.prefill_candidates import prefill_candidates, shipped_prefill
 from tests.paged_kv import PagedKV, check_rows, paged_kv, starts_of
 
 from millstream.kernels import reference_attention
-from millstream.kernels.paged_prefill import PrefillConfig, paged_prefill
+from millstream.kernels.decode_configs import HEAD_DIMS, MAX_GROUP
+from millstream.kernels.paged_prefill import PrefillConfig, choose_config, paged_prefill
 
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -134,27 +136,31 @@ def test_full_size(group: int, head_dim: int, block_size: int) -> None:
 
 
 @GPU
-@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (3, 64), (8, 128)])
 @pytest.mark.parametrize(
-    ("query_tile", "heads", "key_tile", "num_warps"),
-    [(64, 2, 64, 8), (32, 2, 64, 4), (32, 2, 32, 4), (16, 4, 64, 4), (64, 1, 32, 4)],
+    ("group", "head_dim", "config"),
+    [
+        pytest.param(*shape, config, id=f"{shape} {name}")
+        for shape in ((2, 128), (3, 64), (8, 128))
+        for name, config in prefill_candidates(*shape).items()
+    ],
 )
-@pytest.mark.parametrize("tail_apart", [True, False])
-def test_full_size_of_candidates(
-    group: int,
-    head_dim: int,
-    query_tile: int,
-    heads: int,
-    key_tile: int,
-    num_warps: int,
-    tail_apart: bool,
-) -> None:
-    config = PrefillConfig(
-        query_tile=query_tile, heads=heads, key_tile=key_tile, num_warps=num_warps, num_stages=3,
-        tail_apart=tail_apart,
-    )  # fmt: skip
+def test_full_size_of_candidates(group: int, head_dim: int, config: PrefillConfig) -> None:
     paged = paged_kv(
         [1024, 2000, 812, 129], num_kv_heads=2, head_dim=head_dim, block_size=64,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     attend(paged, [1024, 37, 300, 129], group, config)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", range(1, MAX_GROUP + 1))
+def test_all_that_ships_is_compiled_without_a_gpu(group: int, head_dim: int) -> None:
+    """By compile_sm90, and timed beside its neighbours: no step takes another configuration."""
+    known = shipped_prefill(group, head_dim)
+    for num_tokens in (1, 1000, 4095, 4096, 1 << 20):
+        for longest in (None, 1, 1000, 1024, 1025, 1 << 20):
+            config = choose_config(
+                torch.bfloat16, group, head_dim, num_tokens=num_tokens, longest=longest
+            )
+            assert config in known
+    assert set(known) <= set(prefill_candidates(group, head_dim).values())
