@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from millstream.kernels.paged_prefill import PrefillConfig, choose_config
+from millstream.kernels.prefill_configs import PrefillConfig, choose_config
 
 _ROWS = 64  # of a program: queries times heads
 

@@ -28,7 +28,7 @@ from millstream.engine.scheduler import Scheduler
 from millstream.engine.slots import SlotTable
 from millstream.engine.startup.runner_parts import warm_up_plan
 from millstream.engine.stepping.batch_layout import BatchLayout
-from millstream.kernels.paged_prefill import choose_config
+from millstream.kernels.prefill_configs import choose_config
 
 CPU = torch.device("cpu")
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4  # of the tiny model, for blocks of 4 tokens

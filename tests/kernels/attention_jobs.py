@@ -17,7 +17,7 @@ from millstream.kernels import (
     work_list,
 )
 from millstream.kernels.decode_configs import invariant_config
-from millstream.kernels.paged_prefill import PrefillConfig
+from millstream.kernels.prefill_configs import PrefillConfig
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 HEADS = [(16, 8, 128), (40, 8, 128), (32, 4, 128), (9, 3, 64), (32, 8, 64)]

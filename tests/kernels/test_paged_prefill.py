@@ -11,7 +11,8 @@ from tests.paged_kv import PagedKV, check_rows, paged_kv, starts_of
 
 from millstream.kernels import reference_attention
 from millstream.kernels.decode_configs import HEAD_DIMS, MAX_GROUP
-from millstream.kernels.paged_prefill import PrefillConfig, choose_config, paged_prefill
+from millstream.kernels.paged_prefill import paged_prefill
+from millstream.kernels.prefill_configs import PrefillConfig, choose_config
 
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]

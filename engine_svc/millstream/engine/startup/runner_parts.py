@@ -28,6 +28,7 @@ from millstream.engine.parallel import Group, share_of
 from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Sampling
 from millstream.engine.weights import init_dummy_weights, load_weights
+from millstream.kernels.prefill_configs import MANY_TOKENS, SHORT_CONTEXT
 from millstream.rpc.integer_ranges import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (bytes of weights read, bytes in all)
-
-# Prompts up to so long take tiles of their own, in steps of as many tokens (paged_prefill.py).
-_SHORT_PROMPT, _MANY_TOKENS = 1024, 4096
 
 
 def model_config(config: EngineConfig, model_dir: Path | None) -> ModelConfig:
@@ -156,8 +154,8 @@ def warm_up_plan(resolved: ResolvedConfig, num_tokens: int, *, short: bool = Fal
     num_seqs = min(resolved.max_num_seqs, num_tokens)
     longest = resolved.max_model_len - 1
     if short:
-        longest = min(longest, _SHORT_PROMPT)
-        num_tokens = min(num_tokens, _MANY_TOKENS)
+        longest = min(longest, SHORT_CONTEXT)
+        num_tokens = min(num_tokens, MANY_TOKENS)
         num_seqs = min(num_seqs, -(-num_tokens // longest))  # decodes would be no prompts' tokens
     spare = num_tokens - num_seqs  # tokens beyond one for each sequence
     chunks: list[Chunk] = []
