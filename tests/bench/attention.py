@@ -12,12 +12,9 @@ compiled first, in parallel, without the GPU. About 50 s.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import json
 import math
-import multiprocessing
-import os
 import random
 import statistics
 import time
@@ -28,12 +25,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tests.bench.compilation import compile_in_parallel
 from tests.bench.prefill_candidates import prefill_candidates
 
 from millstream.client.workload import Workload
-from millstream.kernels import paged_prefill, pdl, reference_attention
+from millstream.kernels import paged_prefill, reference_attention
 from millstream.kernels.paged_decode import DecodeConfig, PagedDecode
-from millstream.kernels.paged_prefill import PrefillConfig
+from millstream.kernels.prefill_configs import PrefillConfig
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 
 BF16 = torch.bfloat16
@@ -263,28 +261,6 @@ def prefill_calls(
 # ---- compilation, in processes that have no GPU
 
 
-class _FakeDriver:
-    """What Triton asks a driver for to compile for Hopper."""
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def pretend() -> None:
-    """In this process, launches compile, and do not run."""
-    triton.runtime.driver.set_active(_FakeDriver())
-    pdl.options = lambda device: {"PDL": True, "launch_pdl": True}
-    triton.runtime.jit.JITFunction.__getitem__ = lambda self, grid: functools.partial(
-        self.run, grid=grid, warmup=True
-    )
-
-
 def _compile(case: Case, block_size: int, config: DecodeConfig | PrefillConfig | None) -> str:
     small = Case(
         name=case.name, contexts=tuple(min(c, 64) for c in case.contexts[:2]), heads=case.heads,
@@ -307,12 +283,8 @@ def compile_all(work: Sequence[tuple[Case, int, Any]]) -> None:
         unique[(case.heads, block_size, bool(case.query_lens), *key.values())] = (
             case, block_size, config,
         )  # fmt: skip
-    with concurrent.futures.ProcessPoolExecutor(
-        os.cpu_count(), multiprocessing.get_context("fork"), initializer=pretend
-    ) as pool:
-        failures = filter(None, pool.map(_compile, *zip(*unique.values(), strict=True)))
-        for failure in failures:
-            print("compile failed:", failure)
+    for failure in filter(None, compile_in_parallel(_compile, unique.values())):
+        print("compile failed:", failure)
     print(f"{len(unique)} kernels compiled in {time.monotonic() - started:.1f} s", flush=True)
 
 

@@ -10,15 +10,12 @@ ships. About 60 s.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import itertools
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 
 import torch
-from tests.bench.attention import pretend
+from tests.bench.compilation import compile_in_parallel
 from tests.bench.graph_timing import graph_time
 
 from millstream.kernels.linear import Workspace, linear
@@ -80,11 +77,7 @@ def compile_one(name: str, tile: Tile) -> None:
 
 def compile_all(rows: list[int]) -> None:
     jobs = {(name, tile) for name in SHAPES for n in rows for tile in tiles(SHAPES[name], n)}
-    with concurrent.futures.ProcessPoolExecutor(
-        os.cpu_count(), multiprocessing.get_context("fork"), initializer=pretend
-    ) as pool:
-        for _ in pool.map(compile_one, *zip(*jobs, strict=True), chunksize=4):
-            pass
+    compile_in_parallel(compile_one, jobs)
     print(f"{len(jobs)} kernels compiled", flush=True)
 
 

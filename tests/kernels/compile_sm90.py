@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import triton
+from tests.bench.compilation import Hopper
 from tests.kernels.attention_jobs import attention_jobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from millstream.kernels import (
@@ -42,19 +42,6 @@ _SHARED_BYTES = 227 * 1024
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 
 Job = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, constants
-
-
-class Hopper:
-    """Stands in for a driver; only the target of the compiler is asked for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def jobs() -> Iterator[Job]:
