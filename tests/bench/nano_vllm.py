@@ -24,23 +24,13 @@ from typing import Any
 import torch
 
 from millstream.client.workload import Workload
+from millstream.engine.model_files.shapes import config_json
 
-# Qwen3-0.6B, as transformers' config.json has it.
+# What transformers wants beside what tells the shape.
 CONFIG = {
+    **config_json("qwen3-0.6b"),
     "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
     "hidden_act": "silu",
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
     "attention_bias": False,
     "dtype": "bfloat16",
 }
@@ -80,7 +70,7 @@ def run_nano(runs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         llm = load(Path(folder))
         for run in range(1, runs + 1):
-            requests = drawn.shifted(7 * run, CONFIG["vocab_size"])  # type: ignore[arg-type]
+            requests = drawn.shifted(7 * run, CONFIG["vocab_size"])
             params = [
                 sampling_params(temperature=0.6, ignore_eos=True, max_tokens=each.max_tokens)
                 for each in requests.params

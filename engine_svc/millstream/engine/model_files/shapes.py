@@ -90,5 +90,9 @@ SHAPE_NAMES = tuple(_SHAPES)
 
 def named_shape(name: str) -> ModelConfig | None:
     """The config of a built-in shape, such as "qwen3-0.6b"; None for another name."""
-    raw = _SHAPES.get(name)
-    return None if raw is None else parse_model_config(raw)
+    return parse_model_config(config_json(name)) if name in _SHAPES else None
+
+
+def config_json(name: str) -> dict[str, Any]:
+    """What the config.json of a built-in shape has of it. Raises KeyError for another name."""
+    return dict(_SHAPES[name])
