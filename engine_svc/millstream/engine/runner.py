@@ -106,10 +106,16 @@ class ModelRunner:
             resolved.block_size,
             self._steps.kv_cache.data.nbytes / (1 << 30),
         )
-        self.info = RunnerInfo(
-            vocab_size=whole.vocab_size,
+        max_model_len = runner_parts.served_len(config, resolved, num_blocks)
+        self.info = self._make_info(num_blocks, max_model_len, whole.vocab_size)
+
+    def _make_info(self, num_blocks: int, max_model_len: int, vocab_size: int) -> RunnerInfo:
+        """vocab_size: of the whole model."""
+        resolved = self._resolved
+        return RunnerInfo(
+            vocab_size=vocab_size,
             eos_token_ids=self._model_config.eos_token_ids,
-            max_model_len=runner_parts.served_len(config, resolved, num_blocks),
+            max_model_len=max_model_len,
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             block_size=resolved.block_size,
