@@ -87,6 +87,7 @@ def _gemv_kernel(
         weight_3 = tl.load(weights + 3 * BLOCK_K)
     scale = tl.load(scales)
     wait(PDL)
+    residual = tl.load(residual_ptr + n) if EPILOGUE == 1 else 0.0
     rstd = 1.0
     if NORM:
         squares = tl.zeros([BLOCK_K], tl.float32)
@@ -115,7 +116,7 @@ def _gemv_kernel(
     else:
         out = sums.to(dtype)
         if EPILOGUE == 1:
-            out = (out.to(tl.float32) + tl.load(residual_ptr + n).to(tl.float32)).to(dtype)
+            out = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(out_ptr + n, out)
 
 

@@ -44,12 +44,11 @@ class Workspace:
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_tile(
     sums: tl.tensor,
-    residual_ptr: tl.tensor,
+    residual: tl.tensor,
     out_ptr: tl.tensor,
     tile_m: tl.tensor,
     tile_n: tl.tensor,
     num_rows: tl.tensor,
-    residual_stride: tl.tensor,
     out_stride: tl.tensor,
     EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -65,9 +64,7 @@ def _store_tile(
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         out = sums.to(dtype)
         if EPILOGUE == 1:
-            residual = residual_ptr + m[:, None] * residual_stride + n[None, :]
-            added = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-            out = (out.to(tl.float32) + added).to(dtype)
+            out = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
     tl.store(out_ptr + m[:, None] * out_stride + n[None, :], out, mask=inside)
 
 
@@ -116,6 +113,8 @@ def _tile_kernel(
     # it all the last row, all programs would wait for one line of the L2.
     m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)) % num_rows
     xs = x_ptr + m[:, None] * x_stride + k[None, :]
+    residuals = residual_ptr + m[:, None] * residual_stride + n[None, :] if EPILOGUE == 1 else xs
+    residual = 0.0
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if STAGES == 0:
         weight_0 = tl.load(weights)
@@ -126,6 +125,8 @@ def _tile_kernel(
         if CHUNKS > 3:
             weight_3 = tl.load(weights + 3 * BLOCK_K)
         wait(PDL)
+        if EPILOGUE == 1:
+            residual = tl.load(residuals)
         sums = tl.dot(tl.load(xs), tl.trans(weight_0), sums)
         if CHUNKS > 1:
             sums = tl.dot(tl.load(xs + BLOCK_K), tl.trans(weight_1), sums)
@@ -135,6 +136,8 @@ def _tile_kernel(
             sums = tl.dot(tl.load(xs + 3 * BLOCK_K), tl.trans(weight_3), sums)
     else:
         wait(PDL)
+        if EPILOGUE == 1:  # on its way while the loop runs
+            residual = tl.load(residuals)
         for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
             weight = tl.load(weights + start)
             x = tl.load(xs + start)
@@ -155,13 +158,13 @@ def _tile_kernel(
                 total += tl.load(partials + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
             tl.store(counter_ptr + tile, 0)
             _store_tile(
-                total, residual_ptr, out_ptr, tile_m, tile_n, num_rows, residual_stride,
-                out_stride, EPILOGUE, BLOCK_M, BLOCK_N,
+                total, residual, out_ptr, tile_m, tile_n, num_rows, out_stride,
+                EPILOGUE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     else:
         _store_tile(
-            sums, residual_ptr, out_ptr, tile_m, tile_n, num_rows, residual_stride,
-            out_stride, EPILOGUE, BLOCK_M, BLOCK_N,
+            sums, residual, out_ptr, tile_m, tile_n, num_rows, out_stride,
+            EPILOGUE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 
