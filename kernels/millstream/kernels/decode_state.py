@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
-from millstream.kernels.pdl import launch_dependents, wait
+from millstream.kernels.pdl import launch_dependents, publish, wait
 
 _ROWS = 128  # of a program that advances slots
 _ELEMENTS_PER_WARP = 256  # of an embedding: one 16-byte load a thread of 16-bit values
@@ -59,7 +59,6 @@ def _read_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """A program a row. HIDDEN 0: without embeddings."""
-    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
     slot = tl.load(slots_ptr + row)
@@ -76,6 +75,7 @@ def _read_kernel(
     tl.store(inputs_ptr + num_rows + row, position)
     tl.store(inputs_ptr + 2 * num_rows + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
     tl.store(context_lens_ptr + row, (position + 1).to(tl.int32))
+    publish(PDL)  # every layer's qk_norm_rope_store reads these before its wait
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -13,8 +13,9 @@ kernel fetch its weights while its predecessor finishes. A kernel takes part lik
     _kernel[grid](..., **pdl.options(x.device))
 
 What must hold, or results are wrong now and then:
-- Before its wait a kernel touches what no kernel of the step writes (weights) and nothing else: no
-  activation, no slot table or length, no store, no atomic.
+- Before its wait a kernel touches weights and the step's inputs: what was complete when some
+  kernel without PDL, after it, began; and what has been published. Nothing else: no activation, no
+  store, no atomic.
 - Every program waits, also one that has nothing to do. The wait is for the kernel just before;
   that one has waited in turn, so everything older is complete too, unless one link is left out.
 - Every kernel of a step takes part, or the gap is back at the one that does not. It stays correct:
@@ -35,6 +36,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def launch_dependents(PDL: tl.constexpr) -> None:
     """Lets the next kernel start early; nothing of this one is visible to it before its wait."""
     if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def publish(PDL: tl.constexpr) -> None:
+    """In place of launch_dependents, at the end: what this kernel has stored, all later ones may
+    read before their wait. None of them starts before every program here has stored."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
         gdc_launch_dependents()
 
 

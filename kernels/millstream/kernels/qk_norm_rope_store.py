@@ -4,8 +4,9 @@ k, rotary embedding, q out, k and v into the paged cache.
     one row of qkv:  [ query 0 .. Hq )[ key 0 .. Hkv )[ value 0 .. Hkv )   each head D wide
 
 A program takes a few heads of one token. A head is kept as its two halves, which are the two
-coordinates of each rotated frequency, so that the rotation needs no shuffle. Oracle and rounding:
-reference_attention.qk_norm_rope_store.
+coordinates of each rotated frequency, so that the rotation needs no shuffle. What says where a
+token lies and how it is rotated is the step's input (pdl.py), and read before the wait. Oracle and
+rounding: reference_attention.qk_norm_rope_store.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def _qk_norm_rope_store_kernel(
         q_second = tl.load(q_weight_ptr + HALF + column, mask=weight_inside, other=0.0)
         k_first = tl.load(k_weight_ptr + column, mask=weight_inside, other=0.0)
         k_second = tl.load(k_weight_ptr + HALF + column, mask=weight_inside, other=0.0)
-    wait(PDL)
-
     kv_index = tl.load(kv_indices_ptr + token)
     rope_row = tl.load(positions_ptr + token).to(tl.int64) if TABLE else token
     cos = tl.load(cos_ptr + rope_row * rope_stride + column, mask=column < HALF, other=0.0)
     sin = tl.load(sin_ptr + rope_row * rope_stride + column, mask=column < HALF, other=0.0)
+    wait(PDL)
+
     source = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM + column[None, :]
     raw_first = tl.load(source, mask=inside, other=0.0)
     raw_second = tl.load(source + HALF, mask=inside, other=0.0)

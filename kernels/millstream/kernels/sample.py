@@ -129,11 +129,12 @@ def _choice_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     at = row * num_blocks + index
-    wait(PDL)
+    # Before the wait: the step's inputs. Positions may have been computed just before.
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    position = tl.load(positions_ptr + row)
     temperature = tl.load(temperatures_ptr + slot * temperatures_stride)
     seed = tl.load(seeds_ptr + slot * seeds_stride)
+    wait(PDL)
+    position = tl.load(positions_ptr + row)
     largest = tl.load(largest_ptr + at, mask=index < num_blocks, other=float("-inf"))
     log_sum = tl.load(log_sum_ptr + at, mask=index < num_blocks, other=0.0)
     block, block_largest, noisy = _choose_block(

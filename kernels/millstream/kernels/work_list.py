@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
-from millstream.kernels.pdl import launch_dependents, wait
+from millstream.kernels.pdl import publish, wait
 
 # Fields of an item, int32: row of the batch (-1: no item), slot, tokens [START, END), the number of
 # items of its sequence, the first of those in the partial results, and its own place there.
@@ -107,14 +107,7 @@ def _build_work_list_kernel(
         for begin in range(num_items, marked_end, ITEM_BLOCK):
             unused = begin + tl.arange(0, ITEM_BLOCK)
             tl.store(items_ptr + unused * FIELDS + ROW, unused * 0 - 1, mask=unused < marked_end)
-    if PDL:
-        # Attention reads its item before its own wait. That is right since no kernel starts before
-        # all programs here have stored, and their stores are visible.
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-        tl.debug_barrier()
-        launch_dependents(PDL)
+    publish(PDL)  # attention reads its item before its wait
 
 
 class WorkList:
