@@ -127,7 +127,12 @@ def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
         norm = BF16 if residual is None else None
         arguments: tuple[Any, ...] = (BF16, BF16, residual, norm, BF16, 1e-6)
         return gemv._gemv_kernel, arguments, {**constants, "NORM": norm is not None}
-    arguments = (BF16, BF16, residual, BF16, F32, I32, rows, depth, size if residual else 0, size)
+    x, weight = (torch.empty(n, depth, dtype=BF16, device="meta") for n in (rows, size))
+    loaded: tuple[Any, ...] = (BF16, BF16)
+    if config.stages:
+        loaded = linear.operands(x, weight, config, swiglu=epilogue == gemv.SWIGLU)
+    strides = (depth, size if residual else 0, size)
+    arguments = (*loaded, residual, BF16, F32, I32, rows, *strides)
     constants |= {"BLOCK_M": config.block_m, "SPLIT_K": config.split_k}
     return (
         linear._tile_kernel,
@@ -169,7 +174,7 @@ def main() -> int:
     driver.set_active(Hopper())
     failed = 0
     # Once each: batches and dtypes may share a kernel.
-    unique = {(job[0], job[1], *job[2].items()): job for job in jobs()}
+    unique = {(job[0], str(job[1]), *job[2].items()): job for job in jobs()}
     for job in unique.values():
         registers, spilled, shared = compile_one(job)
         bad = spilled > 0 or shared > _SHARED_BYTES

@@ -87,7 +87,8 @@ def _gemv_kernel(
         weight_3 = tl.load(weights + 3 * BLOCK_K)
     scale = tl.load(scales)
     wait(PDL)
-    residual = tl.load(residual_ptr + n) if EPILOGUE == 1 else 0.0
+    if EPILOGUE == 1:
+        residual = tl.load(residual_ptr + n)  # on its way while the products are summed
     rstd = 1.0
     if NORM:
         squares = tl.zeros([BLOCK_K], tl.float32)

@@ -12,14 +12,16 @@ linear_configs.py. Oracle and rounding: reference.linear.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millstream.kernels import pdl
 from millstream.kernels.gemv import PLAIN, RESIDUAL, SWIGLU, Norm, gemv, swiglu_of, weight_rows
-from millstream.kernels.linear_configs import Config, Gemv, fits
+from millstream.kernels.linear_configs import Config, Gemv, Tile, fits
 from millstream.kernels.pdl import launch_dependents, wait
 
 _PARTIAL_ELEMENTS = 1 << 20
@@ -53,13 +55,18 @@ def _store_tile(
     EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HALVES: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (m < num_rows)[:, None]
     if EPILOGUE == 2:
         n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out = swiglu_of(tl.reshape(sums, (BLOCK_M, BLOCK_N // 2, 2)), dtype)
+        if HALVES:
+            pairs = tl.permute(tl.reshape(sums, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        else:
+            pairs = tl.reshape(sums, (BLOCK_M, BLOCK_N // 2, 2))
+        out = swiglu_of(pairs, dtype)
     else:
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         out = sums.to(dtype)
@@ -70,8 +77,8 @@ def _store_tile(
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _tile_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
+    x_from: tl.tensor,
+    weight_from: tl.tensor,
     residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
@@ -94,7 +101,8 @@ def _tile_kernel(
     """A tile of the output, or its share of one part of K.
 
     STAGES 0: all weights of the program (up to four chunks) go to registers before the wait;
-    otherwise a pipelined loop. LATE: the next kernel starts after the loop, not at once.
+    otherwise a pipelined loop; x_from and weight_from are descriptors then (see operands). LATE:
+    the next kernel starts after the loop, not at once.
     """
     if not LATE:
         launch_dependents(PDL)
@@ -107,16 +115,15 @@ def _tile_kernel(
     tile_n = tl.program_id(0) // tiles_m % (N // BLOCK_N)
     part = tl.program_id(0) // tiles_m // (N // BLOCK_N)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = part * PART + tl.arange(0, BLOCK_K)
-    weights = weight_ptr + weight_rows(n, N, EPILOGUE)[:, None] * K + k[None, :]
-    # Past the last row it goes on at the first: masks slow a full tile down by a quarter, and were
-    # it all the last row, all programs would wait for one line of the L2.
+    # Past the last row it goes on at the first: masks slow a full tile down, and were it all the
+    # last row, all programs would wait for one line of the L2. A descriptor's boxes end with 0.
     m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)) % num_rows
-    xs = x_ptr + m[:, None] * x_stride + k[None, :]
-    residuals = residual_ptr + m[:, None] * residual_stride + n[None, :] if EPILOGUE == 1 else xs
     residual = 0.0
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if STAGES == 0:
+        k = part * PART + tl.arange(0, BLOCK_K)
+        weights = weight_from + weight_rows(n, N, EPILOGUE)[:, None] * K + k[None, :]
+        xs = x_from + m[:, None] * x_stride + k[None, :]
         weight_0 = tl.load(weights)
         if CHUNKS > 1:
             weight_1 = tl.load(weights + BLOCK_K)
@@ -126,7 +133,7 @@ def _tile_kernel(
             weight_3 = tl.load(weights + 3 * BLOCK_K)
         wait(PDL)
         if EPILOGUE == 1:
-            residual = tl.load(residuals)
+            residual = tl.load(residual_ptr + m[:, None] * residual_stride + n[None, :])
         sums = tl.dot(tl.load(xs), tl.trans(weight_0), sums)
         if CHUNKS > 1:
             sums = tl.dot(tl.load(xs + BLOCK_K), tl.trans(weight_1), sums)
@@ -137,10 +144,14 @@ def _tile_kernel(
     else:
         wait(PDL)
         if EPILOGUE == 1:  # on its way while the loop runs
-            residual = tl.load(residuals)
-        for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
-            weight = tl.load(weights + start)
-            x = tl.load(xs + start)
+            residual = tl.load(residual_ptr + m[:, None] * residual_stride + n[None, :])
+        for start in tl.range(part * PART, (part + 1) * PART, BLOCK_K, num_stages=STAGES):
+            if EPILOGUE == 2:
+                weight = weight_from.load([0, tile_n * (BLOCK_N // 2), start])
+                weight = tl.reshape(weight, (BLOCK_N, BLOCK_K))
+            else:
+                weight = weight_from.load([tile_n * BLOCK_N, start])
+            x = x_from.load([tile_m * BLOCK_M, start])
             sums = tl.dot(x, tl.trans(weight), sums)
     if LATE:
         launch_dependents(PDL)
@@ -159,12 +170,12 @@ def _tile_kernel(
             tl.store(counter_ptr + tile, 0)
             _store_tile(
                 total, residual, out_ptr, tile_m, tile_n, num_rows, out_stride,
-                EPILOGUE, BLOCK_M, BLOCK_N,
+                EPILOGUE, BLOCK_M, BLOCK_N, STAGES > 0,
             )  # fmt: skip
     else:
         _store_tile(
             sums, residual, out_ptr, tile_m, tile_n, num_rows, out_stride,
-            EPILOGUE, BLOCK_M, BLOCK_N,
+            EPILOGUE, BLOCK_M, BLOCK_N, STAGES > 0,
         )  # fmt: skip
 
 
@@ -184,7 +195,8 @@ def linear(
     is one chunk, and costs registers where it is many.
 
     x: [M, K]; weight: [N, K], contiguous; bfloat16 or float16, all of one dtype, rows of unit
-    stride. For SwiGLU the weight's first half is gate, the second up. config: of
+    stride; for tiles with stages x's rows begin at multiples of 16 bytes. For SwiGLU the weight's
+    first half is gate, the second up. config: of
     linear_configs.choose. Raises ValueError if the shapes are not the configuration's.
     """
     _check(x, weight, config, residual, swiglu, norm)
@@ -202,8 +214,7 @@ def linear(
         if tiles > _COUNTERS or elements > _PARTIAL_ELEMENTS:
             raise ValueError(f"{config} of {num_rows} x {size} does not fit the workspace")
     _tile_kernel[(tiles * config.split_k,)](
-        x,
-        weight,
+        *operands(x, weight, config, swiglu=swiglu),
         residual,
         out,
         workspace.partials,
@@ -225,6 +236,19 @@ def linear(
     return out
 
 
+def operands(x: torch.Tensor, weight: torch.Tensor, tile: Tile, *, swiglu: bool) -> tuple[Any, Any]:
+    """x and the weight as the kernel takes them: descriptors, of which the GPU's copy engine loads
+    boxes; as they are where weights go to registers. A box of SwiGLU's weight is as many rows of
+    gate as of up."""
+    if not tile.stages:
+        return x, weight
+    box = [tile.block_n, tile.block_k]
+    if swiglu:
+        weight, box = weight.view(2, -1, weight.shape[1]), [2, tile.block_n // 2, tile.block_k]
+    boxes_of = TensorDescriptor.from_tensor
+    return boxes_of(x, [tile.block_m, tile.block_k]), boxes_of(weight, box)
+
+
 def _check(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -241,6 +265,8 @@ def _check(
         raise ValueError(f"dtypes: {x.dtype}, {weight.dtype}")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("x must have unit stride along K, and weight be contiguous")
+    if isinstance(config, Tile) and config.stages and (x.data_ptr() | x.stride(0) * 2) % 16:
+        raise ValueError("x and its rows must begin at multiples of 16 bytes")
     if norm is not None:
         if not isinstance(config, Gemv):
             raise ValueError("a norm is fused for one row only")
