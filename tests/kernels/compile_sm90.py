@@ -132,7 +132,10 @@ def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
     if config.stages:
         loaded = linear.operands(x, weight, config, swiglu=epilogue == gemv.SWIGLU)
     strides = (depth, size if residual else 0, size)
-    arguments = (*loaded, residual, BF16, F32, I32, rows, *strides)
+    pieces = linear.num_pieces(size, config) if residual else 0
+    scales = 64 if depth == 1024 and size != 151_936 else 0
+    pointers = (F32 if pieces else None, F32 if scales else None, F32, I32)
+    arguments = (*loaded, residual, BF16, *pointers, 1e-6, rows, *strides)
     constants |= {"BLOCK_M": config.block_m, "SPLIT_K": config.split_k}
     return (
         linear._tile_kernel,
@@ -141,6 +144,8 @@ def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
             **constants,
             "STAGES": config.stages,
             "LATE": config.late,
+            "PIECES": pieces,
+            "SCALES": scales,
         },
     )
 

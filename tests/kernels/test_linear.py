@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from millstream.kernels import reference
 from millstream.kernels.gemv import Norm
-from millstream.kernels.linear import Workspace, linear
+from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
 from millstream.kernels.linear_configs import _MEASURED, Config, Gemv, Tile, choose, fits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -86,6 +86,47 @@ def test_one_row_with_its_norm(device: str, depth: int, epilogue: str) -> None:
     got = linear(x * 3, weight, config, workspace, residual=added, swiglu=swiglu, norm=norm)
     expected = reference.linear(normed, weight, added, swiglu=swiglu)
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(("rows", "config"), SMALL[2:], ids=str)
+def test_squares_of_one_product_scale_the_next(
+    device: str, rows: int, config: Tile, epilogue: str
+) -> None:
+    """x = y V^T + r leaves its squares; RMSNorm(x) W^T is made of them."""
+    y, before, residual = tensors(rows, 384, 192, device, torch.float16)
+    _, weight, added = tensors(rows, 64, 384, device, torch.float16)
+    workspace = Workspace.create(torch.device(device))
+    producer = Tile(block_m=16, block_n=32, block_k=64, stages=config.stages, split_k=3)
+    squares = torch.full((rows, num_pieces(384, producer)), float("nan"), device=device)
+    x = linear(y, before, producer, workspace, residual=residual, squares=squares)
+    wide = x.double()
+    torch.testing.assert_close(squares.sum(1).double(), wide.square().sum(1), rtol=1e-4, atol=0)
+    swiglu = epilogue == "swiglu"
+    onto = added if epilogue == "residual" else None
+    got = linear(
+        x, weight, config, workspace, residual=onto, swiglu=swiglu,
+        norm=ScaledRows(squares=squares, eps=1e-5),
+    )  # fmt: skip
+    normed = wide * (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    expected = reference.linear(normed, weight.double(), onto, swiglu=swiglu)
+    torch.testing.assert_close(got.double(), expected.double(), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("bad", ["gemv", "rows", "dtype", "pieces", "swiglu"])
+def test_squares_that_do_not_fit(device: str, bad: str) -> None:
+    x, weight, _ = tensors(1 if bad == "gemv" else 16, 64, 384, device)
+    gemv = Gemv(block_n=4, block_k=128)
+    tile = Tile(block_m=16, block_n=32, block_k=128)
+    squares = torch.zeros(
+        len(x) + (bad == "rows"), 3 if bad == "pieces" else 2, device=device,
+        dtype=torch.float16 if bad == "dtype" else torch.float32,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="squares"):
+        linear(
+            x, weight, gemv if bad == "gemv" else tile, Workspace.create(x.device),
+            squares=squares, swiglu=bad == "swiglu",
+        )  # fmt: skip
 
 
 @pytest.mark.gpu

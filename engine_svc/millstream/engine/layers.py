@@ -156,6 +156,14 @@ class RMSNorm(Layer):
         super().__init__()
         self.weight = _parameter(size)
         self.eps = eps
+        self.folded = False  # the weight is ones, what it was is in the projection behind it
+
+    def fold_into(self, layer: Linear) -> None:
+        """Multiplies a projection's columns by the weight, once: it scales then what is summed up
+        behind the norm, where rows are many scalars and the norm is one number each."""
+        layer.weight.detach().mul_(self.weight)
+        self.weight.detach().fill_(1)
+        self.folded = True
 
 
 class Embedding(Layer):

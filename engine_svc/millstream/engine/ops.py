@@ -26,6 +26,7 @@ class Stream(NamedTuple):
     residual: Tensor  # [n, hidden]
     pending: Tensor | None = None  # [n, hidden]
     ranks: Group | None = None  # those whose pendings are the parts of a sum; None: it is whole
+    squares: Tensor | None = None  # [n, pieces] float32: sums of residual's squares, if known
 
     def rows(self, index: Tensor) -> Stream:
         """Some of the tokens."""
@@ -65,6 +66,11 @@ class Ops(Protocol):
 
     def begin_step(self, batch: ForwardBatch, kv_cache: KVCache, rope: RotaryEmbedding) -> StepOps:
         """Prepares once what all layers of a step share."""
+
+    @property
+    def folds_norms(self) -> bool:
+        """Whether the projections of attention and MLP are to have the weights of the norms before
+        them folded in (RMSNorm.folded)."""
 
     @property
     def on_slots(self) -> SlotOps | None:

@@ -43,11 +43,21 @@ class Workspace:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledRows:
+    """An RMSNorm without weight before the product, of rows whose squares are known: the product
+    is scaled in place of x. A norm's weight is to be in the product's (RMSNorm.folded)."""
+
+    squares: torch.Tensor  # [M, pieces] float32: each piece's sum
+    eps: float
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_tile(
     sums: tl.tensor,
     residual: tl.tensor,
     out_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
     tile_m: tl.tensor,
     tile_n: tl.tensor,
     num_rows: tl.tensor,
@@ -56,6 +66,7 @@ def _store_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HALVES: tl.constexpr,
+    PIECES: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -72,7 +83,19 @@ def _store_tile(
         out = sums.to(dtype)
         if EPILOGUE == 1:
             out = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        if PIECES > 0:
+            wide = out.to(tl.float32)
+            piece = squares_ptr + m * PIECES + tile_n
+            tl.store(piece, tl.sum(wide * wide, axis=1), mask=m < num_rows)
     tl.store(out_ptr + m[:, None] * out_stride + n[None, :], out, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_squares(scale_ptr: tl.tensor, m: tl.tensor, SCALES: tl.constexpr) -> tl.tensor:
+    """The sums of squares [rows, at least SCALES] of rows m."""
+    piece = tl.arange(0, triton.next_power_of_2(SCALES))
+    at = scale_ptr + m[:, None] * SCALES + piece[None, :]
+    return tl.load(at, mask=(piece < SCALES)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -81,8 +104,11 @@ def _tile_kernel(
     weight_from: tl.tensor,
     residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     counter_ptr: tl.tensor,
+    eps: tl.tensor,
     num_rows: tl.tensor,
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
@@ -96,9 +122,14 @@ def _tile_kernel(
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     LATE: tl.constexpr,
+    PIECES: tl.constexpr,
+    SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A tile of the output, or its share of one part of K.
+
+    PIECES: so many sums of squares of a row of the output are left, one by each tile of it; 0:
+    none. SCALES: so many of a row of x are there to scale it by; 0: it is not.
 
     STAGES 0: all weights of the program (up to four chunks) go to registers before the wait;
     otherwise a pipelined loop; x_from and weight_from are descriptors then (see operands). LATE:
@@ -119,6 +150,7 @@ def _tile_kernel(
     # last row, all programs would wait for one line of the L2. A descriptor's boxes end with 0.
     m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)) % num_rows
     residual = 0.0
+    squares = 0.0
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if STAGES == 0:
         k = part * PART + tl.arange(0, BLOCK_K)
@@ -134,6 +166,8 @@ def _tile_kernel(
         wait(PDL)
         if EPILOGUE == 1:
             residual = tl.load(residual_ptr + m[:, None] * residual_stride + n[None, :])
+        if SCALES > 0:
+            squares = _row_squares(scale_ptr, m, SCALES)
         sums = tl.dot(tl.load(xs), tl.trans(weight_0), sums)
         if CHUNKS > 1:
             sums = tl.dot(tl.load(xs + BLOCK_K), tl.trans(weight_1), sums)
@@ -145,6 +179,8 @@ def _tile_kernel(
         wait(PDL)
         if EPILOGUE == 1:  # on its way while the loop runs
             residual = tl.load(residual_ptr + m[:, None] * residual_stride + n[None, :])
+        if SCALES > 0:
+            squares = _row_squares(scale_ptr, m, SCALES)
         for start in tl.range(part * PART, (part + 1) * PART, BLOCK_K, num_stages=STAGES):
             if EPILOGUE == 2:
                 weight = weight_from.load([0, tile_n * (BLOCK_N // 2), start])
@@ -155,6 +191,8 @@ def _tile_kernel(
             sums = tl.dot(x, tl.trans(weight), sums)
     if LATE:
         launch_dependents(PDL)
+    if SCALES > 0:
+        sums *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
     if SPLIT_K > 1:
         tile = tile_n * tiles_m + tile_m
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -169,13 +207,13 @@ def _tile_kernel(
                 total += tl.load(partials + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
             tl.store(counter_ptr + tile, 0)
             _store_tile(
-                total, residual, out_ptr, tile_m, tile_n, num_rows, out_stride,
-                EPILOGUE, BLOCK_M, BLOCK_N, STAGES > 0,
+                total, residual, out_ptr, squares_ptr, tile_m, tile_n, num_rows, out_stride,
+                EPILOGUE, BLOCK_M, BLOCK_N, STAGES > 0, PIECES,
             )  # fmt: skip
     else:
         _store_tile(
-            sums, residual, out_ptr, tile_m, tile_n, num_rows, out_stride,
-            EPILOGUE, BLOCK_M, BLOCK_N, STAGES > 0,
+            sums, residual, out_ptr, squares_ptr, tile_m, tile_n, num_rows, out_stride,
+            EPILOGUE, BLOCK_M, BLOCK_N, STAGES > 0, PIECES,
         )  # fmt: skip
 
 
@@ -187,12 +225,15 @@ def linear(
     *,
     residual: torch.Tensor | None = None,
     swiglu: bool = False,
-    norm: Norm | None = None,
+    norm: Norm | ScaledRows | None = None,
+    squares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T [M, N] as a new tensor; + residual [M, N], or SwiGLU's output [M, N / 2].
 
-    norm: RMSNorm(x) is what W multiplies, for one row (a Gemv) only; it saves a launch where a row
-    is one chunk, and costs registers where it is many.
+    norm: RMSNorm(x) is what W multiplies. A Norm is for one row (a Gemv) only: it saves a launch
+    where a row is one chunk, and costs registers where it is many. ScaledRows are for tiles.
+    squares: [M, num_pieces(N, config)] float32, for the sums of squares of the output's rows, of a
+    product that has no SwiGLU.
 
     x: [M, K]; weight: [N, K], contiguous; bfloat16 or float16, all of one dtype, rows of unit
     stride; for tiles with stages x's rows begin at multiples of 16 bytes. For SwiGLU the weight's
@@ -200,13 +241,15 @@ def linear(
     linear_configs.choose. Raises ValueError if the shapes are not the configuration's.
     """
     _check(x, weight, config, residual, swiglu, norm)
+    scale = norm if isinstance(norm, ScaledRows) else None
+    _check_squares(x, weight, config, swiglu, scale, squares)
     num_rows, (size, depth) = x.shape[0], weight.shape
     epilogue = SWIGLU if swiglu else PLAIN if residual is None else RESIDUAL
     columns = size // 2 if swiglu else size
     out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
     shape = {"N": size, "K": depth, "EPILOGUE": epilogue}
     if isinstance(config, Gemv):
-        gemv(x, weight, out, config, epilogue, residual, norm)
+        gemv(x, weight, out, config, epilogue, residual, norm)  # type: ignore[arg-type]
         return out
     tiles = triton.cdiv(num_rows, config.block_m) * (size // config.block_n)
     if config.split_k > 1:
@@ -217,8 +260,11 @@ def linear(
         *operands(x, weight, config, swiglu=swiglu),
         residual,
         out,
+        squares,
+        None if scale is None else scale.squares,
         workspace.partials,
         workspace.counters,
+        0.0 if scale is None else scale.eps,
         num_rows,
         x.stride(0),
         0 if residual is None else residual.stride(0),
@@ -230,10 +276,17 @@ def linear(
         SPLIT_K=config.split_k,
         STAGES=config.stages,
         LATE=config.late,
+        PIECES=0 if squares is None else squares.shape[1],
+        SCALES=0 if scale is None else scale.squares.shape[1],
         num_warps=config.num_warps,
         **pdl.options(x.device),
     )
     return out
+
+
+def num_pieces(out_features: int, tile: Tile) -> int:
+    """Of how many pieces of an output row the sums of squares are left."""
+    return out_features // tile.block_n
 
 
 def operands(x: torch.Tensor, weight: torch.Tensor, tile: Tile, *, swiglu: bool) -> tuple[Any, Any]:
@@ -255,7 +308,7 @@ def _check(
     config: Config,
     residual: torch.Tensor | None,
     swiglu: bool,
-    norm: Norm | None,
+    norm: Norm | ScaledRows | None,
 ) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.shape[0]:
         raise ValueError(f"x, weight: {tuple(x.shape)}, {tuple(weight.shape)}, not [M, K], [N, K]")
@@ -267,9 +320,9 @@ def _check(
         raise ValueError("x must have unit stride along K, and weight be contiguous")
     if isinstance(config, Tile) and config.stages and (x.data_ptr() | x.stride(0) * 2) % 16:
         raise ValueError("x and its rows must begin at multiples of 16 bytes")
-    if norm is not None:
+    if isinstance(norm, Norm):
         if not isinstance(config, Gemv):
-            raise ValueError("a norm is fused for one row only")
+            raise ValueError("a norm with a weight is fused for one row only")
         if norm.weight.shape != weight.shape[1:] or norm.weight.dtype != x.dtype:
             raise ValueError(f"norm: {norm.weight.dtype} of {tuple(norm.weight.shape)}")
         if not norm.weight.is_contiguous():
@@ -279,3 +332,23 @@ def _check(
             raise ValueError("a residual is [M, N], and not for SwiGLU")
         if residual.dtype != x.dtype or residual.stride(1) != 1:
             raise ValueError(f"residual: {residual.dtype}, strides {residual.stride()}")
+
+
+def _check_squares(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: Config,
+    swiglu: bool,
+    scale: ScaledRows | None,
+    squares: torch.Tensor | None,
+) -> None:
+    scales = None if scale is None else scale.squares
+    given = [tensor for tensor in (squares, scales) if tensor is not None]
+    if given and not isinstance(config, Tile):
+        raise ValueError("squares are for tiles")
+    if any(t.dtype != torch.float32 or not t.is_contiguous() or len(t) != len(x) for t in given):
+        raise ValueError("squares must be float32, contiguous, one row for each of x")
+    if squares is not None and isinstance(config, Tile):
+        pieces = num_pieces(weight.shape[0], config)
+        if swiglu or squares.shape != (len(x), pieces):
+            raise ValueError(f"squares: {tuple(squares.shape)}, {pieces} pieces of each output row")

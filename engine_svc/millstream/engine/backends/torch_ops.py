@@ -20,6 +20,7 @@ class TorchOps:
     """An ops.Ops for any device."""
 
     on_slots = None
+    folds_norms = False
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

@@ -30,8 +30,8 @@ from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
 from millstream.kernels.decode_state import DecodeInputs, SlotTables, advance_slots, read_slots
 from millstream.kernels.gemv import Norm
 from millstream.kernels.invariant_tiles import invariant_tile
-from millstream.kernels.linear import Workspace, linear
-from millstream.kernels.linear_configs import Config, Gemv, choose
+from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
+from millstream.kernels.linear_configs import Config, Gemv, Tile, choose
 from millstream.kernels.paged_decode import FixedCut, PagedDecode, supports
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 from millstream.kernels.sample import Rows
@@ -40,6 +40,8 @@ from millstream.kernels.sample_filters import thresholds
 from millstream.kernels.sample_shards import best_of_shard, best_of_shards
 from millstream.kernels.silu_mul import silu_mul
 from millstream.kernels.sum_add_rms_norm import sum_add_rms_norm
+
+_MANY_ROWS = 64  # of a decode step
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
@@ -96,6 +98,10 @@ class TritonOps:
         self._dtype, self._device = dtype, device
         self.invariant = invariant
         self._flash = flash
+        # Where products have tiles: they scale rows, of which the product before left the squares.
+        gate_up = 2 * config.intermediate_size, config.hidden_size
+        has_tiles = dtype.itemsize == 2 and isinstance(choose(_MANY_ROWS, *gate_up), Tile)
+        self._folds_norms = has_tiles and not invariant
         self._decodes: dict[int, PagedDecode] = {}
         self.workspace = Workspace.create(device)
 
@@ -109,6 +115,10 @@ class TritonOps:
         else:
             attention = FlashAttention(self._flash, batch, self._max_model_len)
         return TritonStepOps(self, attention, batch, kv_cache, rope)
+
+    @property
+    def folds_norms(self) -> bool:
+        return self._folds_norms
 
     @property
     def on_slots(self) -> TritonOps:
@@ -227,14 +237,20 @@ class TritonStepOps:
             return Stream(residual, self._product(x, layer, config), layer.group)
         if config is None or layer.bias is not None:
             return Stream(residual, self._product(x, layer, config))
-        return Stream(linear(x, layer.weight, config, self._ops.workspace, residual=residual))
+        squares = None
+        if self._ops.folds_norms and isinstance(config, Tile):
+            pieces = num_pieces(len(layer.weight), config)
+            squares = torch.empty((len(x), pieces), dtype=torch.float32, device=x.device)
+        workspace = self._ops.workspace
+        total = linear(x, layer.weight, config, workspace, residual=residual, squares=squares)
+        return Stream(total, squares=squares)
 
     def _normed(self, stream: Stream, norm: RMSNorm, layer: Linear, *, swiglu: bool) -> Tensor:
-        residual, pending, ranks = stream
+        residual, pending, ranks, _ = stream
         config = self._ops.config_for(residual, layer)
         workspace = self._ops.workspace
-        if pending is None and isinstance(config, Gemv) and residual.shape[1] <= config.block_k:
-            within = Norm(weight=norm.weight, eps=norm.eps)
+        within = _norm_within(stream, norm, config)
+        if config is not None and within is not None:
             return linear(residual, layer.weight, config, workspace, swiglu=swiglu, norm=within)
         if pending is None:
             x = rms_norm(residual, norm.weight, norm.eps)
@@ -287,6 +303,17 @@ class TritonStepOps:
 
 def _tables(state: SlotState) -> SlotTables:
     return SlotTables(computed=state.computed, last_tokens=state.last_tokens)
+
+
+def _norm_within(stream: Stream, norm: RMSNorm, config: Config | None) -> Norm | ScaledRows | None:
+    """The norm as a part of the product behind it, where it can be one."""
+    if stream.pending is not None:
+        return None
+    if isinstance(config, Gemv) and stream.residual.shape[1] <= config.block_k:
+        return Norm(weight=norm.weight, eps=norm.eps)
+    if isinstance(config, Tile) and norm.folded and stream.squares is not None:
+        return ScaledRows(squares=stream.squares, eps=norm.eps)
+    return None
 
 
 def _summed_norm(part: Tensor, residual: Tensor, norm: RMSNorm, ranks: Group) -> Tensor:

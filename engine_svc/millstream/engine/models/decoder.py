@@ -104,7 +104,9 @@ class DecoderModel(nn.Module):
     def pack(self) -> None:
         """To be called once the parameters have their contents; they cannot be loaded again."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, DecoderLayer) and self.ops.folds_norms:
+                module.fold_norms()
+            elif isinstance(module, Linear):
                 module.pack()
 
 
@@ -136,6 +138,10 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(share, index, group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(share, group)
+
+    def fold_norms(self) -> None:
+        self.input_layernorm.fold_into(self.self_attn.qkv_proj)
+        self.post_attention_layernorm.fold_into(self.mlp.gate_up_proj)
 
     def forward(self, stream: Stream, ops: StepOps, rows: Tensor | None = None) -> Stream:
         """Of all tokens, or of rows [n]."""
