@@ -87,7 +87,7 @@ def prefill_job(
         "KEY_TILE": config.key_tile,
         "NUM_STAGES": config.num_stages,
         "TAIL_APART": config.tail_apart,
-        "SEQUENCES_BLOCK": 64,
+        "SEQUENCES_BLOCK": paged_prefill._SEQUENCES_BLOCK,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

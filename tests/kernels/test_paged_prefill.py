@@ -82,9 +82,14 @@ def test_heads_that_share_a_program(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_short_chunks(device: str) -> None:
-    """More sequences than tiles; a chunk's tile begins in the middle of another's number."""
-    query_lens = [1 + index % 3 for index in range(70)]
+@pytest.mark.parametrize("looked_through", [256, 16])
+def test_many_short_chunks(
+    device: str, looked_through: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More sequences than tiles, and than are looked through at once; a chunk's tile begins in the
+    middle of another's number; some chunks have no queries."""
+    monkeypatch.setattr("millstream.kernels.paged_prefill._SEQUENCES_BLOCK", looked_through)
+    query_lens = [index % 4 for index in range(40)]
     contexts = [length + index % 20 for index, length in enumerate(query_lens)]
     dtype = DTYPES[device][0]
     paged = paged_kv(

@@ -27,7 +27,7 @@ from millstream.kernels.kv_tiles import block_ids, tile_offsets
 from millstream.kernels.pdl import launch_dependents, wait
 from millstream.kernels.prefill_configs import PrefillConfig, choose_config
 
-_MIN_SEQUENCES_BLOCK = 64  # fewer sequences share its compiled kernel
+_SEQUENCES_BLOCK = 256  # looked through at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -73,6 +73,42 @@ def _attend_tile(
     return acc, new_maximum, total
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _sequence_of(
+    number: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    num_sequences: tl.tensor,
+    QUERY_TILE: tl.constexpr,
+    SEQUENCES_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of which sequence a tile is, by its number: the sequence, its first query, number of queries,
+    context and slot. All 0 if of none."""
+    sequence = 0
+    query_start = 0
+    num_queries = 0
+    context = 0
+    slot = 0
+    # One load of many sequences' data, not one to find the sequence and then others for its data.
+    for first in range(0, num_sequences, SEQUENCES_BLOCK):
+        sequences = first + tl.arange(0, SEQUENCES_BLOCK)
+        valid = sequences < num_sequences
+        starts = tl.load(query_starts_ptr + sequences, mask=valid, other=0)
+        stops = tl.load(query_starts_ptr + sequences + 1, mask=valid, other=0)
+        contexts = tl.load(context_lens_ptr + sequences, mask=valid, other=0)
+        slots = tl.load(slots_ptr + sequences, mask=valid, other=0).to(tl.int32)
+        # A sequence has a tile for each that it may begin in, and one more.
+        begun = starts // QUERY_TILE + sequences <= number
+        mine = valid & begun & (number <= stops // QUERY_TILE + sequences)
+        sequence += tl.sum(tl.where(mine, sequences, 0), axis=0)
+        query_start += tl.sum(tl.where(mine, starts, 0), axis=0)
+        num_queries += tl.sum(tl.where(mine, stops - starts, 0), axis=0)
+        context += tl.sum(tl.where(mine, contexts, 0), axis=0)
+        slot += tl.sum(tl.where(mine, slots, 0), axis=0)
+    return sequence, query_start, num_queries, context, slot
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["num_sequences"],
     # They may be slices: the kernel is not to be compiled again for an odd offset.
@@ -111,20 +147,10 @@ def _paged_prefill_kernel(
     launch_dependents(PDL)
     wait(PDL)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
-    # One load of all sequences' data, not one to find the sequence and then others for its data.
-    sequences = tl.arange(0, SEQUENCES_BLOCK)
-    valid = sequences < num_sequences
-    starts = tl.load(query_starts_ptr + sequences, mask=valid, other=0)
-    stops = tl.load(query_starts_ptr + sequences + 1, mask=valid, other=0)
-    contexts = tl.load(context_lens_ptr + sequences, mask=valid, other=0)
-    slots = tl.load(slots_ptr + sequences, mask=valid, other=0).to(tl.int32)
-    first_numbers = starts // QUERY_TILE + sequences
-    sequence = tl.sum((valid & (first_numbers <= number)).to(tl.int32), axis=0) - 1
-    mine = sequences == sequence
-    query_start = tl.sum(tl.where(mine, starts, 0), axis=0)
-    num_queries = tl.sum(tl.where(mine, stops, 0), axis=0) - query_start
-    context = tl.sum(tl.where(mine, contexts, 0), axis=0)
-    slot = tl.sum(tl.where(mine, slots, 0), axis=0)
+    sequence, query_start, num_queries, context, slot = _sequence_of(
+        number, query_starts_ptr, context_lens_ptr, slots_ptr, num_sequences,
+        QUERY_TILE, SEQUENCES_BLOCK,
+    )  # fmt: skip
     tile_start = (number - query_start // QUERY_TILE - sequence) * QUERY_TILE
     if tile_start >= num_queries:
         return
@@ -238,7 +264,7 @@ def paged_prefill(
         KEY_TILE=config.key_tile,
         NUM_STAGES=config.num_stages,
         TAIL_APART=config.tail_apart,
-        SEQUENCES_BLOCK=max(_MIN_SEQUENCES_BLOCK, triton.next_power_of_2(num_sequences)),
+        SEQUENCES_BLOCK=_SEQUENCES_BLOCK,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **pdl.options(query.device),
