@@ -106,6 +106,6 @@ def store_job(num_tokens: int) -> Any:
         "NORM": True,
         "TABLE": True,
         "num_warps": warps,
-        **qk_norm_rope_store._KEEP_ROUNDING,
+        **qk_norm_rope_store.KEEP_ROUNDING,
     }
     return qk_norm_rope_store._qk_norm_rope_store_kernel, arguments, constants

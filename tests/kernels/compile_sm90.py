@@ -28,6 +28,7 @@ from millstream.kernels import (
     gemv,
     linear,
     qk_norm_rope_store,
+    qkv_heads,
     sample,
     sample_filters,
     sample_masses,
@@ -36,7 +37,7 @@ from millstream.kernels import (
     sum_add_rms_norm,
 )
 from millstream.kernels.invariant_tiles import invariant_tile
-from millstream.kernels.linear_configs import _MEASURED, Gemv
+from millstream.kernels.linear_configs import _HEADS, _MEASURED, Gemv, Tile
 
 _SHARED_BYTES = 227 * 1024
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -79,6 +80,11 @@ def jobs() -> Iterator[Job]:
     for (size, depth), configs in _MEASURED.items():
         for rows, config in configs:
             yield linear_job(rows, size, depth, config)
+    for (size, depth), tiles in _HEADS.items():
+        for rows, tile in tiles:
+            if tile is not None:
+                for scales in (0, 32):
+                    yield heads_job(rows, size, depth, tile, scales)
     for size, depth in ((34816, 5120), (5120, 17408)):
         yield linear_job(1, size, depth, Gemv(block_n=4))
     for shape in ((6144, 1024), (1024, 2048), (151936, 1024), (34816, 5120), (48, 80)):
@@ -150,13 +156,36 @@ def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
     )
 
 
+def heads_job(rows: int, size: int, depth: int, tile: Tile, scales: int) -> Job:
+    x, weight = (torch.empty(n, depth, dtype=BF16, device="meta") for n in (rows, size))
+    loaded = linear.operands(x, weight, tile, swiglu=False)
+    scale = F32 if scales else None
+    pointers = (scale, BF16, BF16, BF16, BF16, I64, I64, BF16, BF16, BF16)
+    constants = {
+        "K": depth,
+        "NUM_HEADS": 16,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": tile.block_n,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_k,
+        "STAGES": tile.stages,
+        "SCALES": scales,
+        "NORM": True,
+        "TABLE": True,
+        "num_warps": tile.num_warps,
+        **qk_norm_rope_store.KEEP_ROUNDING,
+    }
+    return qkv_heads._qkv_heads_kernel, (*loaded, *pointers, 1e-6, 1e-6, rows, 128), constants
+
+
 def compile_one(job: Job) -> tuple[int, int, int]:
     """Registers, spilled bytes and bytes of shared memory."""
     kernel, arguments, constants = job
     compiled = kernel.warmup(*arguments, grid=(1,), PDL=True, launch_pdl=True, **constants)
     ptx = compiled.asm["ptx"]
     # torch rounds each of two products before it adds them; a fused multiply-add would not.
-    assert kernel is not qk_norm_rope_store._qk_norm_rope_store_kernel or "fma.rn.bf16" not in ptx
+    rotating = (qk_norm_rope_store._qk_norm_rope_store_kernel, qkv_heads._qkv_heads_kernel)
+    assert kernel not in rotating or "fma.rn.bf16" not in ptx
     if kernel is linear._tile_kernel and constants["BLOCK_M"] >= 64:
         # Tiles of a batch-invariant product have one order of summation: that of this instruction.
         assert f"n{min(constants['BLOCK_N'], 256)}k16" in ptx and "mma.sync" not in ptx

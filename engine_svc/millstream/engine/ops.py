@@ -48,16 +48,19 @@ class StepOps(Protocol):
     def add_linear(self, x: Tensor, layer: Linear, residual: Tensor) -> Stream:
         """The residual stream with a projection of x [n, in_features] added, or pending."""
 
-    def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
-        """Attention of a layer for all tokens of the step, over the paged cache.
+    def attend(
+        self,
+        layer: int,
+        stream: Stream,
+        norm: RMSNorm,
+        projection: Linear,
+        head_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> Tensor:
+        """Attention of a layer for all tokens of the step, over the paged cache: [n, Hq * D].
 
-        Norms the heads of query and key (where there are norms for it), rotates them, stores key
-        and value in the cache, attends.
-
-        Args:
-            qkv: [n, (Hq + 2 * Hkv) * D]: a token's query heads, then its key and value heads.
-        Returns:
-            [n, Hq * D].
+        Projects as norm_linear does, to [n, (Hq + 2 * Hkv) * D]: a token's query heads, then its
+        key and value heads. Norms those of query and key (where there are norms for it), rotates
+        them, stores key and value in the cache, attends.
         """
 
 

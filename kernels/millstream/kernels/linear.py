@@ -91,7 +91,7 @@ def _store_tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_squares(scale_ptr: tl.tensor, m: tl.tensor, SCALES: tl.constexpr) -> tl.tensor:
+def row_squares(scale_ptr: tl.tensor, m: tl.tensor, SCALES: tl.constexpr) -> tl.tensor:
     """The sums of squares [rows, at least SCALES] of rows m."""
     piece = tl.arange(0, triton.next_power_of_2(SCALES))
     at = scale_ptr + m[:, None] * SCALES + piece[None, :]
@@ -167,7 +167,7 @@ def _tile_kernel(
         if EPILOGUE == 1:
             residual = tl.load(residual_ptr + m[:, None] * residual_stride + n[None, :])
         if SCALES > 0:
-            squares = _row_squares(scale_ptr, m, SCALES)
+            squares = row_squares(scale_ptr, m, SCALES)
         sums = tl.dot(tl.load(xs), tl.trans(weight_0), sums)
         if CHUNKS > 1:
             sums = tl.dot(tl.load(xs + BLOCK_K), tl.trans(weight_1), sums)
@@ -180,7 +180,7 @@ def _tile_kernel(
         if EPILOGUE == 1:  # on its way while the loop runs
             residual = tl.load(residual_ptr + m[:, None] * residual_stride + n[None, :])
         if SCALES > 0:
-            squares = _row_squares(scale_ptr, m, SCALES)
+            squares = row_squares(scale_ptr, m, SCALES)
         for start in tl.range(part * PART, (part + 1) * PART, BLOCK_K, num_stages=STAGES):
             if EPILOGUE == 2:
                 weight = weight_from.load([0, tile_n * (BLOCK_N // 2), start])

@@ -77,6 +77,13 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
         (64, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
     ),
 }
+# The same of QKV's product in qkv_heads.py, where it is faster than linear.py's and what follows.
+_HEADS: dict[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
+    (4096, 1024): (
+        (128, None),
+        (256, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
+    ),
+}
 _ONE_ROW = (Gemv(block_n=4), Gemv(block_n=4, block_k=512))
 
 
@@ -90,6 +97,14 @@ def choose(num_rows: int, out_features: int, in_features: int) -> Config | None:
         return next((config for most, config in measured if num_rows <= most), None)
     fitting = (each for each in _ONE_ROW if fits(each, num_rows, out_features, in_features))
     return next(fitting, None)
+
+
+def choose_heads(num_rows: int, out_features: int, in_features: int, head_dim: int) -> Tile | None:
+    """The tile of QKV's product together with what is done with its heads; None: apart."""
+    for most, tile in _HEADS.get((out_features, in_features), ()):
+        if num_rows <= most:
+            return tile if tile is not None and tile.block_n == head_dim else None
+    return None
 
 
 def fits(config: Config, num_rows: int, out_features: int, in_features: int) -> bool:

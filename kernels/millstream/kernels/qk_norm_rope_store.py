@@ -21,7 +21,42 @@ from millstream.kernels.pdl import launch_dependents, wait
 # Heads of a program: few at small batches, whose latency counts; more when programs are plenty.
 _FEW_TOKENS, _FEW_HEADS, _MANY_HEADS = 64, 4, 8
 # Or the compiler makes fused multiply-adds of the rotation, which leave out the products' rounding.
-_KEEP_ROUNDING = {"enable_fp_fusion": False}
+KEEP_ROUNDING = {"enable_fp_fusion": False}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def normed(
+    first: tl.tensor,
+    second: tl.tensor,
+    first_weight: tl.tensor,
+    second_weight: tl.tensor,
+    eps: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """RMSNorm of heads [n, D], given and returned as their halves."""
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    dtype: tl.constexpr = first.dtype
+    first = _product((wide_first * scale).to(dtype), first_weight)
+    return first, _product((wide_second * scale).to(dtype), second_weight)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotated(
+    first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Heads after RoPE, as halves. Each product is rounded before the sum, as torch rounds it."""
+    dtype: tl.constexpr = first.dtype
+    out_first = _product(first, cos).to(tl.float32) - _product(second, sin).to(tl.float32)
+    out_second = _product(second, cos).to(tl.float32) + _product(first, sin).to(tl.float32)
+    return out_first.to(dtype), out_second.to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """a * b, rounded to a's type."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
 
 
 # Indices may be slices: the kernel is not to be compiled again for an odd offset.
@@ -55,7 +90,6 @@ def _qk_norm_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     HALF: tl.constexpr = HEAD_DIM // 2
-    dtype = query_ptr.dtype.element_ty
     column = tl.arange(0, HALF_BLOCK)
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (column < HALF)[None, :]
     is_query = head < NUM_HEADS
@@ -79,19 +113,15 @@ def _qk_norm_rope_store_kernel(
     first, second = raw_first, raw_second
 
     if NORM:
-        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-        squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        weight_first = tl.where(is_query[:, None], q_first[None, :], k_first[None, :])
-        weight_second = tl.where(is_query[:, None], q_second[None, :], k_second[None, :])
-        first = _product((wide_first * scale).to(dtype), weight_first)
-        second = _product((wide_second * scale).to(dtype), weight_second)
-    # Each product is rounded before the sum, as torch rounds it.
-    rotated_first = _product(first, cos[None, :]).to(tl.float32)
-    rotated_first -= _product(second, sin[None, :]).to(tl.float32)
-    rotated_second = _product(second, cos[None, :]).to(tl.float32)
-    rotated_second += _product(first, sin[None, :]).to(tl.float32)
-    out_first, out_second = rotated_first.to(dtype), rotated_second.to(dtype)
+        first, second = normed(
+            first,
+            second,
+            tl.where(is_query[:, None], q_first[None, :], k_first[None, :]),
+            tl.where(is_query[:, None], q_second[None, :], k_second[None, :]),
+            eps,
+            HEAD_DIM,
+        )
+    out_first, out_second = rotated(first, second, cos[None, :], sin[None, :])
 
     to_query = query_ptr + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
     query_inside = inside & is_query[:, None]
@@ -107,12 +137,6 @@ def _qk_norm_rope_store_kernel(
     to_value = value_cache_ptr + base + value_head[:, None] * HEAD_DIM + column[None, :]
     tl.store(to_value, raw_first, mask=stored & is_value[:, None])
     tl.store(to_value + HALF, raw_second, mask=stored & is_value[:, None])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """a * b, rounded to a's type."""
-    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
 
 
 def qk_norm_rope_store(
@@ -148,8 +172,8 @@ def qk_norm_rope_store(
     two caches.
     """
     num_tokens, head_dim = qkv.shape[0], key_cache.shape[-1]
-    _check(qkv, q_weight, k_weight, cos, sin, positions, kv_indices, key_cache, value_cache,
-           num_heads, num_kv_heads)  # fmt: skip
+    check_heads(qkv, qkv.shape[1], q_weight, k_weight, cos, sin, positions, kv_indices, key_cache,
+                value_cache, num_heads, num_kv_heads)  # fmt: skip
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return query
@@ -178,7 +202,7 @@ def qk_norm_rope_store(
         NORM=q_weight is not None,
         TABLE=positions is not None,
         num_warps=num_warps,
-        **_KEEP_ROUNDING,
+        **KEEP_ROUNDING,
         **pdl.options(qkv.device),
     )
     return query
@@ -191,8 +215,9 @@ def heads_and_warps(num_tokens: int, half_block: int) -> tuple[int, int]:
     return heads, max(1, min(4, heads * half_block // 256))
 
 
-def _check(
-    qkv: torch.Tensor,
+def check_heads(
+    x: torch.Tensor,
+    width: int,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     cos: torch.Tensor,
@@ -204,14 +229,16 @@ def _check(
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
-    num_tokens, head_dim = qkv.shape[0], key_cache.shape[-1]
+    """Raises ValueError unless the heads of a projection [T, width], for which x [T, ..] stands,
+    can be normed, rotated and stored so."""
+    num_tokens, head_dim = x.shape[0], key_cache.shape[-1]
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape or head_dim % 2:
         shapes = tuple(key_cache.shape), tuple(value_cache.shape)
         raise ValueError(f"caches have shapes {shapes}, not [blocks, block_size, Hkv, D], D even")
     if key_cache.shape[2] != num_kv_heads or not 0 < num_kv_heads <= num_heads:
         raise ValueError(f"{num_heads} heads, {num_kv_heads} KV heads, {key_cache.shape[2]} cached")
-    if qkv.shape != (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim):
-        raise ValueError(f"qkv has shape {tuple(qkv.shape)}")
+    if x.dim() != 2 or width != (num_heads + 2 * num_kv_heads) * head_dim:
+        raise ValueError(f"qkv is {width} wide, not {num_heads} + 2 * {num_kv_heads} heads")
     if kv_indices.shape != (num_tokens,) or (
         positions is not None and positions.shape != (num_tokens,)
     ):
@@ -224,8 +251,8 @@ def _check(
     weights = [w for w in (q_weight, k_weight) if w is not None]
     if any(weight.shape != (head_dim,) for weight in weights):
         raise ValueError(f"q_weight and k_weight must have shape [{head_dim}]")
-    floats = [qkv, *weights, cos, sin, key_cache, value_cache]
-    if len({tensor.dtype for tensor in floats}) != 1 or not qkv.is_floating_point():
+    floats = [x, *weights, cos, sin, key_cache, value_cache]
+    if len({tensor.dtype for tensor in floats}) != 1 or not x.is_floating_point():
         raise ValueError(f"dtypes differ: {[tensor.dtype for tensor in floats]}")
     indices = [kv_indices] if positions is None else [kv_indices, positions]
     if any(index.dtype not in (torch.int32, torch.int64) for index in indices):

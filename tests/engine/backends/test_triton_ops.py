@@ -263,12 +263,15 @@ def test_few_rows_of_float16_take_the_gemm_kernels(family: str, tmp_path: Path) 
 def test_products_in_tiles_hand_on_the_squares_of_rows(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for several rows, with norms that are part of the products."""
+    """The same for several rows, with norms that are part of the products, and what is done with
+    the heads as a part of QKV's."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     tile = Tile(block_m=16, block_n=16, block_k=32, stages=3)
     products = [(256, 64), (64, 128)]  # qkv and gate_up; o and down
     monkeypatch.setattr(linear_configs, "_MEASURED", dict.fromkeys(products, ((64, tile),)))
+    heads_tile = Tile(block_m=16, block_n=32, block_k=32, stages=3)
+    monkeypatch.setattr(linear_configs, "_HEADS", {(256, 64): ((64, heads_tile),)})
     make_tiny_model(tmp_path, family, dtype=torch.float16, **shape, **heads)
     logits = {}
     for name in BACKENDS:

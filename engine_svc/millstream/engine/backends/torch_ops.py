@@ -55,13 +55,22 @@ class TorchStepOps:
     def add_linear(self, x: Tensor, layer: Linear, residual: Tensor) -> Stream:
         return Stream(residual, layer(x))
 
-    def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        stream: Stream,
+        norm: RMSNorm,
+        projection: Linear,
+        head_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> Tensor:
+        qkv = self.norm_linear(stream, norm, projection)
         #  heads of one token:  [ query 0 .. Hq )[ key 0 .. Hkv )[ value 0 .. Hkv )
         heads = qkv.view(len(qkv), -1, self._head_dim)
         query_key, value = heads[:, : self._keys_end], heads[:, self._keys_end :]
-        if norms is not None:
+        if head_norms is not None:
+            q_norm, k_norm = head_norms
             query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
-            query_key = torch.cat((_rms_norm(query, norms[0]), _rms_norm(key, norms[1])), dim=1)
+            query_key = torch.cat((_rms_norm(query, q_norm), _rms_norm(key, k_norm)), dim=1)
         query_key = rotate(query_key, self._cos, self._signed_sin)
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         return self._attention(layer, query, key, value).reshape(len(qkv), -1)

@@ -31,9 +31,10 @@ from millstream.kernels.decode_state import DecodeInputs, SlotTables, advance_sl
 from millstream.kernels.gemv import Norm
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
-from millstream.kernels.linear_configs import Config, Gemv, Tile, choose
+from millstream.kernels.linear_configs import Config, Gemv, Tile, choose, choose_heads
 from millstream.kernels.paged_decode import FixedCut, PagedDecode, supports
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
+from millstream.kernels.qkv_heads import qkv_heads
 from millstream.kernels.sample import Rows
 from millstream.kernels.sample import sample as gumbel_max
 from millstream.kernels.sample_filters import thresholds
@@ -204,6 +205,13 @@ class TritonOps:
             return tile
         return choose(len(x), *layer.weight.shape) if layer.bias is None else None
 
+    def heads_tile(self, x: Tensor, layer: Linear) -> Tile | None:
+        """The tile of QKV's product and what follows in one kernel; None: in two."""
+        if x.dtype is torch.float32 or self.invariant or layer.bias is not None:
+            return None
+        size, depth = layer.weight.shape
+        return choose_heads(len(x), size, depth, self._head_dim)
+
 
 class TritonStepOps:
     """An ops.StepOps. Chunks and decodes of a step are attended to by a kernel each."""
@@ -246,20 +254,11 @@ class TritonStepOps:
         return Stream(total, squares=squares)
 
     def _normed(self, stream: Stream, norm: RMSNorm, layer: Linear, *, swiglu: bool) -> Tensor:
-        residual, pending, ranks, _ = stream
-        config = self._ops.config_for(residual, layer)
-        workspace = self._ops.workspace
-        within = _norm_within(stream, norm, config)
-        if config is not None and within is not None:
-            return linear(residual, layer.weight, config, workspace, swiglu=swiglu, norm=within)
-        if pending is None:
-            x = rms_norm(residual, norm.weight, norm.eps)
-        elif ranks is None:
-            x = add_rms_norm(pending, residual, norm.weight, norm.eps)
-        else:
-            x = _summed_norm(pending, residual, norm, ranks)
+        config = self._ops.config_for(stream.residual, layer)
+        x, within = _rows(stream, norm, config)
         if config is not None and layer.bias is None:
-            return linear(x, layer.weight, config, workspace, swiglu=swiglu)
+            workspace = self._ops.workspace
+            return linear(x, layer.weight, config, workspace, swiglu=swiglu, norm=within)
         product = self._product(x, layer, config)
         return silu_mul(product) if swiglu else product
 
@@ -270,24 +269,16 @@ class TritonStepOps:
         bias = None if layer.bias is None else layer.bias.expand(len(x), -1)
         return linear(x, layer.weight, config, self._ops.workspace, residual=bias)
 
-    def attend(self, layer: int, qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        stream: Stream,
+        norm: RMSNorm,
+        projection: Linear,
+        head_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> Tensor:
         keys, values = self._caches[layer]
-        q_norm, k_norm = norms or (None, None)
-        query = qk_norm_rope_store(
-            qkv,
-            q_norm.weight if q_norm else None,
-            k_norm.weight if k_norm else None,
-            q_norm.eps if q_norm else 0.0,
-            self._cos,
-            self._sin,
-            self._rows,
-            self._kv_indices,
-            keys,
-            values,
-            num_heads=self._ops.num_heads,
-            num_kv_heads=self._ops.num_kv_heads,
-            invariant=self._ops.invariant,
-        )
+        query = self._query(keys, values, stream, norm, projection, head_norms)
         attention = self._attention
         if not self._num_decodes:
             attended = attention.prefill(query, keys, values)
@@ -298,22 +289,68 @@ class TritonStepOps:
             chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
             attention.prefill(query[chunks], keys, values, attended[chunks])
             attention.decode(query[decodes], keys, values, attended[decodes])
-        return attended.view(len(qkv), -1)
+        return attended.view(len(query), -1)
+
+    def _query(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        stream: Stream,
+        norm: RMSNorm,
+        projection: Linear,
+        head_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> Tensor:
+        """[n, Hq, D]; key and value are in the cache then."""
+        ops = self._ops
+        q_weight, k_weight, eps = None, None, 0.0
+        if head_norms is not None:
+            q_weight, k_weight, eps = *(each.weight for each in head_norms), head_norms[0].eps
+        heads = (q_weight, k_weight, eps, self._cos, self._sin, self._rows, self._kv_indices)
+        num_heads, num_kv_heads = ops.num_heads, ops.num_kv_heads
+        tile = ops.heads_tile(stream.residual, projection)
+        if tile is None:
+            return qk_norm_rope_store(
+                self.norm_linear(stream, norm, projection),
+                *heads,
+                keys,
+                values,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                invariant=ops.invariant,
+            )
+        x, scale = _rows(stream, norm, tile)
+        assert not isinstance(scale, Norm)
+        return qkv_heads(
+            x,
+            projection.weight,
+            tile,
+            *heads,
+            keys,
+            values,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+        )
 
 
 def _tables(state: SlotState) -> SlotTables:
     return SlotTables(computed=state.computed, last_tokens=state.last_tokens)
 
 
-def _norm_within(stream: Stream, norm: RMSNorm, config: Config | None) -> Norm | ScaledRows | None:
-    """The norm as a part of the product behind it, where it can be one."""
-    if stream.pending is not None:
-        return None
-    if isinstance(config, Gemv) and stream.residual.shape[1] <= config.block_k:
-        return Norm(weight=norm.weight, eps=norm.eps)
-    if isinstance(config, Tile) and norm.folded and stream.squares is not None:
-        return ScaledRows(squares=stream.squares, eps=norm.eps)
-    return None
+def _rows(
+    stream: Stream, norm: RMSNorm, config: Config | None
+) -> tuple[Tensor, Norm | ScaledRows | None]:
+    """What a product multiplies, and the norm if it is left to the product."""
+    residual, pending, ranks, squares = stream
+    if pending is None:
+        if isinstance(config, Gemv) and residual.shape[1] <= config.block_k:
+            return residual, Norm(weight=norm.weight, eps=norm.eps)
+        if isinstance(config, Tile) and norm.folded and squares is not None:
+            return residual, ScaledRows(squares=squares, eps=norm.eps)
+        return rms_norm(residual, norm.weight, norm.eps), None
+    if ranks is None:
+        return add_rms_norm(pending, residual, norm.weight, norm.eps), None
+    return _summed_norm(pending, residual, norm, ranks), None
 
 
 def _summed_norm(part: Tensor, residual: Tensor, norm: RMSNorm, ranks: Group) -> Tensor:

@@ -166,9 +166,8 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def forward(self, stream: Stream, norm: RMSNorm, ops: StepOps, rows: Tensor | None) -> Stream:
-        qkv = ops.norm_linear(stream, norm, self.qkv_proj)
-        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
-        attended = ops.attend(self.index, qkv, norms)
+        head_norms = (self.q_norm, self.k_norm) if self.qk_norm else None
+        attended = ops.attend(self.index, stream, norm, self.qkv_proj, head_norms)
         residual = stream.residual
         if rows is not None:
             attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)

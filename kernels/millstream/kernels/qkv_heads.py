@@ -1,0 +1,173 @@
+"""QKV's product, and behind it what qk_norm_rope_store does with the heads, in one kernel.
+
+A tile is one head of some tokens. Where the product has many rows that spares a launch and a way
+through the L2; with few there are not enough heads to keep all multiprocessors busy (linear_configs
+says where). Oracle: reference.linear, then reference_attention.qk_norm_rope_store.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from millstream.kernels import pdl
+from millstream.kernels.linear import ScaledRows, operands, row_squares
+from millstream.kernels.linear_configs import Tile, fits
+from millstream.kernels.pdl import launch_dependents, wait
+from millstream.kernels.qk_norm_rope_store import (
+    KEEP_ROUNDING,
+    check_heads,
+    normed,
+    rotated,
+)
+
+
+# Indices may be slices: the kernel is not to be compiled again for an odd offset.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["positions_ptr", "kv_indices_ptr"],
+)
+def _qkv_heads_kernel(
+    x_from: tl.tensor,
+    weight_from: tl.tensor,
+    scale_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    kv_indices_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_cache_ptr: tl.tensor,
+    value_cache_ptr: tl.tensor,
+    eps: tl.tensor,
+    head_eps: tl.tensor,
+    num_rows: tl.tensor,
+    rope_stride: tl.tensor,
+    K: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALES: tl.constexpr,
+    NORM: tl.constexpr,
+    TABLE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """SCALES: as in linear.py."""
+    launch_dependents(PDL)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tile_m = tl.program_id(0) % tiles_m
+    head = tl.program_id(0) // tiles_m
+    token = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (token < num_rows)[:, None]
+    m = token % num_rows
+    column = tl.arange(0, HALF)[None, :]
+    kv_index = tl.load(kv_indices_ptr + m).to(tl.int64)
+    rope_row = tl.load(positions_ptr + m).to(tl.int64) if TABLE else m
+    cos = tl.load(cos_ptr + rope_row[:, None] * rope_stride + column)
+    sin = tl.load(sin_ptr + rope_row[:, None] * rope_stride + column)
+    wait(PDL)
+    squares = 0.0
+    if SCALES > 0:
+        squares = row_squares(scale_ptr, m, SCALES)
+    sums = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        weight = weight_from.load([head * HEAD_DIM, start])
+        x = x_from.load([tile_m * BLOCK_M, start])
+        sums = tl.dot(x, tl.trans(weight), sums)
+    if SCALES > 0:
+        sums *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+    halves = tl.reshape(sums.to(query_ptr.dtype.element_ty), (BLOCK_M, 2, HALF))
+    first, second = tl.split(tl.permute(halves, (0, 2, 1)))
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        if NORM:
+            norm_ptr = q_weight_ptr if head < NUM_HEADS else k_weight_ptr
+            first_weight, second_weight = (
+                tl.load(norm_ptr + column),
+                tl.load(norm_ptr + HALF + column),
+            )
+            first, second = normed(first, second, first_weight, second_weight, head_eps, HEAD_DIM)
+        first, second = rotated(first, second, cos, sin)
+    if head < NUM_HEADS:
+        to = query_ptr + (m * NUM_HEADS + head)[:, None] * HEAD_DIM + column
+        tl.store(to, first, mask=inside)
+        tl.store(to + HALF, second, mask=inside)
+    else:
+        # A padding row has a negative index: nothing may be stored for it.
+        stored = inside & (kv_index >= 0)[:, None]
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        cache_ptr = key_cache_ptr if head < NUM_HEADS + NUM_KV_HEADS else value_cache_ptr
+        to = cache_ptr + (kv_index * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column
+        tl.store(to, first, mask=stored)
+        tl.store(to + HALF, second, mask=stored)
+
+
+def qkv_heads(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tile: Tile,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    kv_indices: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: ScaledRows | None = None,
+) -> torch.Tensor:
+    """qk_norm_rope_store, whose arguments and result these are, of qkv = x weight^T.
+
+    x: [T, K], at least one row; weight: [(Hq + 2 Hkv) * D, K]; as in linear.linear. tile: with
+    stages, a head (D) wide, K not split. scale: RMSNorm without weight of x, as in linear.linear.
+    Raises ValueError for others.
+    """
+    (num_rows, depth), size = x.shape, weight.shape[0]
+    check_heads(x, size, q_weight, k_weight, cos, sin, positions, kv_indices, key_cache,
+                value_cache, num_heads, num_kv_heads)  # fmt: skip
+    head_dim = key_cache.shape[-1]
+    if tile.block_n != head_dim or not tile.stages or tile.split_k != 1:
+        raise ValueError(f"{tile} is not for heads of {head_dim}")
+    if not num_rows or not fits(tile, num_rows, size, depth):
+        raise ValueError(f"{tile} does not fit {num_rows} rows of {tuple(weight.shape)}")
+    query = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
+    _qkv_heads_kernel[(triton.cdiv(num_rows, tile.block_m) * (size // head_dim),)](
+        *operands(x, weight, tile, swiglu=False),
+        None if scale is None else scale.squares,
+        q_weight if q_weight is not None else x,
+        k_weight if k_weight is not None else x,
+        cos,
+        sin,
+        positions if positions is not None else kv_indices,
+        kv_indices,
+        query,
+        key_cache,
+        value_cache,
+        0.0 if scale is None else scale.eps,
+        eps,
+        num_rows,
+        cos.stride(0),
+        K=depth,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        SCALES=0 if scale is None else scale.squares.shape[1],
+        NORM=q_weight is not None,
+        TABLE=positions is not None,
+        num_warps=tile.num_warps,
+        **KEEP_ROUNDING,
+        **pdl.options(x.device),
+    )
+    return query
