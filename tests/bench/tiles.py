@@ -20,6 +20,7 @@ from tests.bench.graph_timing import graph_time
 
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Config, Tile, choose, fits
+from millstream.kernels.padding import padded
 
 Shape = tuple[int, int]  # out_features, in_features
 SHAPES: dict[str, Shape] = {
@@ -37,7 +38,7 @@ def tiles(shape: Shape, rows: int) -> Iterator[Tile]:
     size, depth = shape
     sizes = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (64, 128, 256))
     for block_m, block_n, block_k in sizes:
-        if not rows / 6 <= block_m < 2 * rows or block_m * block_n < 64 * 16:
+        if not rows / 6 <= block_m < max(2 * rows, 65) or block_m * block_n < 64 * 16:
             continue
         for stages, split_k in itertools.product((3, 4, 5, 6), (1, 2, 4)):
             tile = Tile(
@@ -84,7 +85,7 @@ def compile_all(rows: list[int]) -> None:
 def microseconds(
     name: str, rows: int, config: Config, weights: torch.Tensor, replays: int
 ) -> float:
-    x = torch.randn(rows, weights.shape[2], device="cuda", dtype=torch.bfloat16)
+    x = padded(rows, weights.shape[2], like=weights).normal_()
     product = product_of(name, x, config)
     return 1e6 * graph_time(
         [functools.partial(product, weight) for weight in weights], replays=replays

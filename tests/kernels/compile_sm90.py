@@ -79,7 +79,8 @@ def jobs() -> Iterator[Job]:
     yield from attention_jobs()
     for (size, depth), configs in _MEASURED.items():
         for rows, config in configs:
-            yield linear_job(rows, size, depth, config)
+            if config is not None:
+                yield linear_job(rows, size, depth, config)
     for (size, depth), tiles in _HEADS.items():
         for rows, tile in tiles:
             if tile is not None:
@@ -149,7 +150,6 @@ def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
         {
             **constants,
             "STAGES": config.stages,
-            "LATE": config.late,
             "PIECES": pieces,
             "SCALES": scales,
         },

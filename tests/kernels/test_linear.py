@@ -21,7 +21,7 @@ SMALL: list[tuple[int, Config]] = [
     (16, Tile(block_m=16, block_n=32, block_k=32, split_k=3)),
     (33, Tile(block_m=16, block_n=32, block_k=64, split_k=2)),
     (20, Tile(block_m=32, block_n=16, block_k=64, stages=3)),
-    (70, Tile(block_m=64, block_n=32, block_k=64, stages=4, split_k=3, late=True)),
+    (70, Tile(block_m=64, block_n=32, block_k=64, stages=4, split_k=3)),
 ]
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -173,8 +173,11 @@ def test_every_configuration_that_ships(device: str, size: int, depth: int) -> N
     workspace.partials.fill_(float("nan"))
     fewest = 1
     for most, config in _MEASURED[size, depth]:
-        for rows in sorted({fewest, (fewest + most) // 2, most}):
+        end = min(most, 2048)
+        for rows in sorted({fewest, (fewest + end) // 2, end}):
             assert choose(rows, size, depth) is config
+            if config is None:
+                continue
             x, weight, residual = tensors(rows, size, depth, device)
             epilogue = {6144: "swiglu", 1024: "residual"}.get(size, "plain")
             check(x, weight, residual, config, epilogue, workspace)
@@ -245,7 +248,7 @@ def test_choose(device: str) -> None:
     assert choose(1, 576, 576) is None
     assert choose(1, 5120, 2560) == choose(1, 5120, 8704) == Gemv(block_n=4, block_k=512)
     for (size, depth), configs in _MEASURED.items():
-        assert all(fits(config, most, size, depth) for most, config in configs)
+        assert all(fits(config, most, size, depth) for most, config in configs if config)
 
 
 def test_bad_inputs_are_refused(device: str) -> None:

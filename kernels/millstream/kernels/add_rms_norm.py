@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.padding import padded
 from millstream.kernels.pdl import launch_dependents, wait
 
 MAX_HIDDEN = 32768  # a row must fit one program's registers
@@ -78,7 +79,7 @@ def _launch(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, add: bool
 ) -> torch.Tensor:
     num_tokens, hidden = x.shape
-    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    out = padded(num_tokens, hidden, like=x)
     if num_tokens:
         block = triton.next_power_of_2(hidden)
         _rms_norm_kernel[(num_tokens,)](

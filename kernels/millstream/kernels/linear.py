@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from millstream.kernels import pdl
 from millstream.kernels.gemv import PLAIN, RESIDUAL, SWIGLU, Norm, gemv, swiglu_of, weight_rows
 from millstream.kernels.linear_configs import Config, Gemv, Tile, fits
+from millstream.kernels.padding import padded, whole_tiles
 from millstream.kernels.pdl import launch_dependents, wait
 
 _PARTIAL_ELEMENTS = 1 << 20
@@ -121,7 +122,6 @@ def _tile_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
-    LATE: tl.constexpr,
     PIECES: tl.constexpr,
     SCALES: tl.constexpr,
     PDL: tl.constexpr,
@@ -132,11 +132,9 @@ def _tile_kernel(
     none. SCALES: so many of a row of x are there to scale it by; 0: it is not.
 
     STAGES 0: all weights of the program (up to four chunks) go to registers before the wait;
-    otherwise a pipelined loop; x_from and weight_from are descriptors then (see operands). LATE:
-    the next kernel starts after the loop, not at once.
+    otherwise a pipelined loop; x_from and weight_from are descriptors then (see operands).
     """
-    if not LATE:
-        launch_dependents(PDL)
+    launch_dependents(PDL)
     PART: tl.constexpr = K // SPLIT_K
     CHUNKS: tl.constexpr = PART // BLOCK_K
     #  program = (part * tiles of N + tile of N) * tiles of M + tile of M: those that share weights
@@ -189,8 +187,6 @@ def _tile_kernel(
                 weight = weight_from.load([tile_n * BLOCK_N, start])
             x = x_from.load([tile_m * BLOCK_M, start])
             sums = tl.dot(x, tl.trans(weight), sums)
-    if LATE:
-        launch_dependents(PDL)
     if SCALES > 0:
         sums *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
     if SPLIT_K > 1:
@@ -246,7 +242,7 @@ def linear(
     num_rows, (size, depth) = x.shape[0], weight.shape
     epilogue = SWIGLU if swiglu else PLAIN if residual is None else RESIDUAL
     columns = size // 2 if swiglu else size
-    out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
+    out = padded(num_rows, columns, like=x)
     shape = {"N": size, "K": depth, "EPILOGUE": epilogue}
     if isinstance(config, Gemv):
         gemv(x, weight, out, config, epilogue, residual, norm)  # type: ignore[arg-type]
@@ -275,7 +271,6 @@ def linear(
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
         STAGES=config.stages,
-        LATE=config.late,
         PIECES=0 if squares is None else squares.shape[1],
         SCALES=0 if scale is None else scale.squares.shape[1],
         num_warps=config.num_warps,
@@ -299,7 +294,8 @@ def operands(x: torch.Tensor, weight: torch.Tensor, tile: Tile, *, swiglu: bool)
     if swiglu:
         weight, box = weight.view(2, -1, weight.shape[1]), [2, tile.block_n // 2, tile.block_k]
     boxes_of = TensorDescriptor.from_tensor
-    return boxes_of(x, [tile.block_m, tile.block_k]), boxes_of(weight, box)
+    rows = whole_tiles(x, tile.block_m)
+    return boxes_of(rows, [tile.block_m, tile.block_k]), boxes_of(weight, box)
 
 
 def _check(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MAX_ELEMENTS = 1 << 31  # of a weight: 32-bit offsets
+_MANY = 1 << 18  # rows, with which offsets in an output still have 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,45 +31,45 @@ class Tile:
     num_warps: int = 4
     stages: int = 0
     split_k: int = 1
-    late: bool = False  # the next kernel starts after the loop
 
 
 Config = Gemv | Tile
 
-# (out_features, in_features) -> (up to so many rows, configuration), by rows.
-_MEASURED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
+# (out_features, in_features) -> (up to so many rows, configuration or None), by rows.
+_MEASURED: dict[tuple[int, int], tuple[tuple[int, Config | None], ...]] = {
     # Qwen3-0.6B: qkv
     (4096, 1024): (
         (1, Gemv(block_n=4)),
         (16, Tile(block_m=16, block_n=64, block_k=512, num_warps=8)),
-        (64, Tile(block_m=64, block_n=32, block_k=128, stages=6)),
-        (128, Tile(block_m=64, block_n=64, block_k=128, stages=4)),
+        (64, Tile(block_m=64, block_n=32, block_k=256, stages=4)),
+        (128, Tile(block_m=64, block_n=64, block_k=128, stages=5)),
         (256, Tile(block_m=128, block_n=64, block_k=64, stages=6)),
     ),
     # o
     (1024, 2048): (
         (1, Gemv(block_n=2, block_k=2048, num_warps=1)),
         (16, Tile(block_m=16, block_n=32, block_k=256, num_warps=2, split_k=4)),
-        (32, Tile(block_m=32, block_n=64, block_k=512, num_warps=8, split_k=4, late=True)),
-        (64, Tile(block_m=64, block_n=16, block_k=128, stages=6, split_k=2)),
-        (128, Tile(block_m=64, block_n=16, block_k=128, stages=6, late=True)),
-        (256, Tile(block_m=64, block_n=32, block_k=128, stages=6)),
+        (128, Tile(block_m=64, block_n=16, block_k=256, stages=5)),
+        (256, Tile(block_m=64, block_n=32, block_k=256, stages=4)),
     ),
     # gate_up
     (6144, 1024): (
         (1, Gemv(block_n=4)),
         (16, Tile(block_m=16, block_n=64, block_k=1024, num_warps=8)),
-        (64, Tile(block_m=64, block_n=64, block_k=128, stages=5)),
+        (64, Tile(block_m=64, block_n=64, block_k=128, stages=4)),
         (128, Tile(block_m=128, block_n=64, block_k=64, stages=6)),
-        (256, Tile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=4)),
+        (192, Tile(block_m=64, block_n=64, block_k=64, stages=4)),
+        (256, Tile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=5)),
+        (512, None),
+        (_MANY, Tile(block_m=128, block_n=128, block_k=64, stages=3)),
     ),
     # down
     (1024, 3072): (
         (1, Gemv(block_n=4, num_warps=4)),
         (16, Tile(block_m=16, block_n=32, block_k=256, split_k=4)),
-        (64, Tile(block_m=64, block_n=16, block_k=128, stages=6, split_k=2)),
-        (128, Tile(block_m=64, block_n=32, block_k=128, stages=6, split_k=2)),
-        (256, Tile(block_m=64, block_n=64, block_k=128, stages=5, split_k=2, late=True)),
+        (64, Tile(block_m=64, block_n=16, block_k=256, stages=5, split_k=2)),
+        (128, Tile(block_m=64, block_n=16, block_k=256, stages=5)),
+        (256, Tile(block_m=64, block_n=32, block_k=256, stages=4)),
     ),
     # the LM head
     (151936, 1024): (
@@ -82,6 +83,8 @@ _HEADS: dict[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
     (4096, 1024): (
         (128, None),
         (256, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
+        (512, None),
+        (_MANY, Tile(block_m=128, block_n=128, block_k=64, stages=3)),
     ),
 }
 _ONE_ROW = (Gemv(block_n=4), Gemv(block_n=4, block_k=512))

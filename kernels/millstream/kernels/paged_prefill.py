@@ -24,6 +24,7 @@ import triton.language as tl
 from millstream.kernels import pdl
 from millstream.kernels.decode_configs import supports
 from millstream.kernels.kv_tiles import block_ids, tile_offsets
+from millstream.kernels.padding import padded
 from millstream.kernels.pdl import launch_dependents, wait
 from millstream.kernels.prefill_configs import PrefillConfig, choose_config
 
@@ -233,7 +234,7 @@ def paged_prefill(
     _check(query, key_cache, value_cache, block_tables, slots, query_starts, context_lens)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = slots.shape[0]
-    out = torch.empty_like(query) if out is None else out
+    out = padded(*query.shape, like=query) if out is None else out
     if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
         raise ValueError("out must be contiguous and like query")
     if not num_sequences or not num_tokens:

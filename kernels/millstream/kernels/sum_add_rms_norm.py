@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.padding import padded
 from millstream.kernels.pdl import launch_dependents, wait
 
 _WORDS_PER_WARP = 256
@@ -185,7 +186,7 @@ def sum_add_rms_norm(
     """
     _check(part, residual, weight, mailboxes)
     num_rows, hidden = part.shape
-    out = torch.empty_like(part)
+    out = padded(num_rows, hidden, like=part)
     if not num_rows:
         return out
     words = hidden // 2
