@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 from tests.bench.prefill_candidates import shipped_prefill
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millstream.kernels import (
     paged_decode,
@@ -35,8 +36,7 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             yield decode_job(*heads, block_size, 256, repeat=True)
             for config in shipped_prefill(heads[0] // heads[1], heads[2]):
                 yield prefill_job(*heads, block_size, config)
-    for num_tokens in (1, 256):
-        yield store_job(num_tokens)
+    yield store_job()
 
 
 def decode_job(
@@ -52,7 +52,12 @@ def decode_job(
     config = invariant_config(*shape) if repeat else paged_decode.choose_config(batch, *shape)
     group = num_heads // num_kv_heads
     heads = triton.next_power_of_2(group)
-    arguments = (BF16, BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, 64, 0.1, 322)
+    boxes = None
+    if config.tail_apart and config.tile <= block_size:
+        tokens = torch.empty(1024, num_kv_heads, head_dim, dtype=BF16, device="meta")
+        boxes = TensorDescriptor.from_tensor(tokens, [config.tile, 1, head_dim])
+    pointers = (BF16, BF16, BF16, I32, I32, I32, F32, F32, F32)
+    arguments = (BF16, boxes, boxes, *pointers, 64, 0.1, 322)
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -65,6 +70,7 @@ def decode_job(
         "COMBINE_HEADS": heads,
         "COMBINE_PARTS": paged_decode.combine_parts(config.num_warps, heads),
         "REPEAT": repeat,
+        "BOXES": boxes is not None,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
@@ -94,18 +100,17 @@ def prefill_job(
     return paged_prefill._paged_prefill_kernel, arguments, constants
 
 
-def store_job(num_tokens: int) -> Any:
-    heads, warps = qk_norm_rope_store.heads_and_warps(num_tokens, 64)
+def store_job() -> Any:
     arguments = (BF16, BF16, BF16, BF16, BF16, I64, I64, BF16, BF16, BF16, 4096, 128, 1e-6)
     constants = {
         "NUM_HEADS": 16,
         "NUM_KV_HEADS": 8,
         "HEAD_DIM": 128,
         "HALF_BLOCK": 64,
-        "HEADS": heads,
+        "HEADS": qk_norm_rope_store._HEADS,
         "NORM": True,
         "TABLE": True,
-        "num_warps": warps,
+        "num_warps": qk_norm_rope_store.num_warps_for(64),
         **qk_norm_rope_store.KEEP_ROUNDING,
     }
     return qk_norm_rope_store._qk_norm_rope_store_kernel, arguments, constants

@@ -290,7 +290,7 @@ def test_heads_normed_and_rotated(device: str, head_dim: int) -> None:
         positions = torch.arange(tokens, device=device)[some]
         query = qk_norm_rope_store(
             qkv[some], *weights, 1e-6, cos, sin, positions, torch.arange(count, device=device),
-            keys, values, num_heads=num_heads, num_kv_heads=num_kv_heads, invariant=True,
+            keys, values, num_heads=num_heads, num_kv_heads=num_kv_heads,
         )  # fmt: skip
         return query, keys.flatten(0, 1)[:count], values.flatten(0, 1)[:count]
 

@@ -57,7 +57,7 @@ _BY_PAIRS = (
     (8 * 64, _WIDE),
     (8 * 72, _THREE_STAGES),
     (8 * 96, _WIDE),
-    (8 * 128, _TWO_STAGES),
+    (8 * 136, _TWO_STAGES),
     (8 * 160, _THREE_STAGES),
     (8 * 192, _TWO_STAGES),
     (math.inf, _THREE_STAGES),

@@ -13,6 +13,7 @@ import math
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millstream.kernels import pdl
 from millstream.kernels.decode_configs import (
@@ -21,6 +22,7 @@ from millstream.kernels.decode_configs import (
     invariant_config,
     supports,
 )
+from millstream.kernels.padding import padded
 from millstream.kernels.paged_decode_kernel import paged_decode_kernel
 from millstream.kernels.work_list import FixedCut, WorkList
 
@@ -70,6 +72,8 @@ class PagedDecode:
             fixed=fixed,
         )
         self._repeat = fixed is not None
+        # Of a loop without masks: a box has all tokens of its tile, and those lie in one block.
+        self._boxes = self.config.tail_apart and self.config.tile <= block_size
         self._query_shape = (num_heads, head_dim)
         self._cache_shape = (block_size, num_kv_heads, head_dim)
         self._dtype = dtype
@@ -112,7 +116,7 @@ class PagedDecode:
 
         key_cache, value_cache: [blocks, block_size, Hkv, D]. All contiguous, of one dtype.
         """
-        out = torch.empty_like(query) if out is None else out
+        out = padded(*query.shape, like=query) if out is None else out
         tables = self._check(query, key_cache, value_cache, out)
         (num_heads, head_dim), num_kv_heads = self._query_shape, self._cache_shape[1]
         config = self.config
@@ -121,6 +125,8 @@ class PagedDecode:
         options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
         paged_decode_kernel[(self.work.programs_for(self._batch) * num_kv_heads,)](
             query,
+            self._boxes_of(key_cache),
+            self._boxes_of(value_cache),
             key_cache,
             value_cache,
             out,
@@ -144,12 +150,21 @@ class PagedDecode:
             COMBINE_HEADS=combine_heads,
             COMBINE_PARTS=combine_parts(config.num_warps, combine_heads),
             REPEAT=self._repeat,
+            BOXES=self._boxes,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **options,
             **pdl.options(query.device),
         )
         return out
+
+    def _boxes_of(self, cache: torch.Tensor) -> TensorDescriptor | None:
+        """A head's tiles in a cache, taken as tokens [blocks * block_size, Hkv, D]."""
+        if not self._boxes:
+            return None
+        num_kv_heads, head_dim = self._cache_shape[1:]
+        tokens = cache.view(-1, num_kv_heads, head_dim)
+        return TensorDescriptor.from_tensor(tokens, [self.config.tile, 1, head_dim])
 
     def _check(
         self,

@@ -17,8 +17,11 @@ from millstream.kernels.work_list import COUNT, END, FIELDS, FIRST, PART, ROW, S
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_tile(
     query: tl.tensor,
+    key_boxes: tl.tensor,
+    value_boxes: tl.tensor,
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
+    kv_head: tl.tensor,
     ids: tl.tensor,
     token: tl.tensor,
     end: tl.tensor,
@@ -32,6 +35,7 @@ def _attend_tile(
     TILE: tl.constexpr,
     TOKENS_ARE_ROWS: tl.constexpr,
     MASKED: tl.constexpr,
+    BOXES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One step of the online softmax, over tokens [token, token + TILE) that lie before `end`."""
     offset = tl.arange(0, TILE)
@@ -41,6 +45,10 @@ def _attend_tile(
         # What lies behind a context may be NaN, which a weight of 0 would not silence.
         key = tl.load(key_ptr + at, mask=seen[:, None], other=0.0)
         value = tl.load(value_ptr + at, mask=seen[:, None], other=0.0)
+    elif BOXES:
+        first = ids * BLOCK + token % BLOCK
+        key = tl.reshape(key_boxes.load([first, kv_head, 0]), (TILE, HEAD_DIM))
+        value = tl.reshape(value_boxes.load([first, kv_head, 0]), (TILE, HEAD_DIM))
     else:
         key = tl.load(key_ptr + at)
         value = tl.load(value_ptr + at)
@@ -131,6 +139,8 @@ def _load_item(
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_item(
     query_ptr: tl.tensor,
+    key_boxes: tl.tensor,
+    value_boxes: tl.tensor,
     key_cache_ptr: tl.tensor,
     value_cache_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -158,6 +168,7 @@ def _attend_item(
     TAIL_APART: tl.constexpr,
     COMBINE_HEADS: tl.constexpr,
     COMBINE_PARTS: tl.constexpr,
+    BOXES: tl.constexpr,
 ) -> None:
     """An item for one KV head: writes the output, or a partial result. next_ids: of its start."""
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -186,14 +197,16 @@ def _attend_item(
         ids = next_ids
         next_ids = block_ids(table_ptr, token + TILE, end, BLOCK, TILE)
         acc, maximum, total = _attend_tile(
-            query, key_ptr, value_ptr, ids, token, end, scale, acc, maximum, total,
-            HEAD_DIM, BLOCK, TOKEN_STRIDE, TILE, TOKENS_ARE_ROWS, not TAIL_APART,
+            query, key_boxes, value_boxes, key_ptr, value_ptr, kv_head, ids, token, end, scale,
+            acc, maximum, total,
+            HEAD_DIM, BLOCK, TOKEN_STRIDE, TILE, TOKENS_ARE_ROWS, not TAIL_APART, BOXES,
         )  # fmt: skip
     if TAIL_APART:
         for token in tl.range(full_end, end, TILE, num_stages=2):
             acc, maximum, total = _attend_tile(
-                query, key_ptr, value_ptr, next_ids, token, end, scale, acc, maximum, total,
-                HEAD_DIM, BLOCK, TOKEN_STRIDE, TILE, TOKENS_ARE_ROWS, True,
+                query, key_boxes, value_boxes, key_ptr, value_ptr, kv_head, next_ids, token, end,
+                scale, acc, maximum, total,
+                HEAD_DIM, BLOCK, TOKEN_STRIDE, TILE, TOKENS_ARE_ROWS, True, False,
             )  # fmt: skip
     if TOKENS_ARE_ROWS:
         acc = tl.trans(acc)
@@ -224,6 +237,8 @@ def _attend_item(
 @triton.jit(do_not_specialize=["capacity"])  # type: ignore[untyped-decorator]
 def paged_decode_kernel(
     query_ptr: tl.tensor,
+    key_boxes: tl.tensor,
+    value_boxes: tl.tensor,
     key_cache_ptr: tl.tensor,
     value_cache_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -247,11 +262,13 @@ def paged_decode_kernel(
     COMBINE_HEADS: tl.constexpr,
     COMBINE_PARTS: tl.constexpr,
     REPEAT: tl.constexpr,
+    BOXES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program for each (item, KV head); `scale` turns scores into powers of two.
 
-    REPEAT: fewer programs than items; those of a KV head take the items in turn.
+    REPEAT: fewer programs than items; those of a KV head take the items in turn. BOXES: tiles that
+    no context ends in are loaded by the copy engine.
     """
     launch_dependents(PDL)
     item = tl.program_id(0) // NUM_KV_HEADS
@@ -266,11 +283,11 @@ def paged_decode_kernel(
                 table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
                 next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
                 _attend_item(
-                    query_ptr, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr, next_ids,
-                    arrivals_ptr, partial_ptr, maximum_ptr, total_ptr, kv_head, row, start, end,
-                    count, first, part, scale,
+                    query_ptr, key_boxes, value_boxes, key_cache_ptr, value_cache_ptr, out_ptr,
+                    table_ptr, next_ids, arrivals_ptr, partial_ptr, maximum_ptr, total_ptr,
+                    kv_head, row, start, end, count, first, part, scale,
                     NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK, TILE, NUM_STAGES, TOKENS_ARE_ROWS,
-                    TAIL_APART, COMBINE_HEADS, COMBINE_PARTS,
+                    TAIL_APART, COMBINE_HEADS, COMBINE_PARTS, BOXES,
                 )  # fmt: skip
     else:
         # Before the wait: the list and the block tables, complete since begin_step (work_list).
@@ -282,9 +299,9 @@ def paged_decode_kernel(
         next_ids = block_ids(table_ptr, start, end, BLOCK, TILE)
         wait(PDL)
         _attend_item(
-            query_ptr, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr, next_ids, arrivals_ptr,
-            partial_ptr, maximum_ptr, total_ptr, kv_head, row, start, end, count, first, part,
-            scale,
+            query_ptr, key_boxes, value_boxes, key_cache_ptr, value_cache_ptr, out_ptr, table_ptr,
+            next_ids, arrivals_ptr, partial_ptr, maximum_ptr, total_ptr, kv_head, row, start, end,
+            count, first, part, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK, TILE, NUM_STAGES, TOKENS_ARE_ROWS, TAIL_APART,
-            COMBINE_HEADS, COMBINE_PARTS,
+            COMBINE_HEADS, COMBINE_PARTS, BOXES,
         )  # fmt: skip

@@ -18,8 +18,8 @@ import triton.language as tl
 from millstream.kernels import pdl
 from millstream.kernels.pdl import launch_dependents, wait
 
-# Heads of a program: few at small batches, whose latency counts; more when programs are plenty.
-_FEW_TOKENS, _FEW_HEADS, _MANY_HEADS = 64, 4, 8
+_HEADS = 16  # of a program
+_ELEMENTS_PER_WARP, _MAX_WARPS = 256, 4  # of a half: 8 a thread
 # Or the compiler makes fused multiply-adds of the rotation, which leave out the products' rounding.
 KEEP_ROUNDING = {"enable_fp_fusion": False}
 
@@ -153,7 +153,6 @@ def qk_norm_rope_store(
     *,
     num_heads: int,
     num_kv_heads: int,
-    invariant: bool = False,
 ) -> torch.Tensor:
     """Returns the rotated query [T, Hq, D] and stores the rotated key and the value.
 
@@ -166,7 +165,6 @@ def qk_norm_rope_store(
         positions: [T] int64 or int32, inside the table.
         kv_indices: [T] int64 or int32, block * block_size + offset; negative: nothing is stored.
         key_cache, value_cache: [blocks, block_size, Hkv, D] of one layer, contiguous.
-        invariant: a token's result is the same bits however many tokens there are.
 
     All floating-point tensors have one dtype and device; raises ValueError otherwise. Mutates the
     two caches.
@@ -179,8 +177,7 @@ def qk_norm_rope_store(
         return query
     all_heads = num_heads + 2 * num_kv_heads
     half_block = triton.next_power_of_2(head_dim // 2)
-    heads, num_warps = heads_and_warps(_FEW_TOKENS + 1 if invariant else num_tokens, half_block)
-    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
+    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, _HEADS))](
         qkv,
         q_weight if q_weight is not None else qkv,
         k_weight if k_weight is not None else qkv,
@@ -198,21 +195,18 @@ def qk_norm_rope_store(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HALF_BLOCK=half_block,
-        HEADS=heads,
+        HEADS=_HEADS,
         NORM=q_weight is not None,
         TABLE=positions is not None,
-        num_warps=num_warps,
+        num_warps=num_warps_for(half_block),
         **KEEP_ROUNDING,
         **pdl.options(qkv.device),
     )
     return query
 
 
-def heads_and_warps(num_tokens: int, half_block: int) -> tuple[int, int]:
-    """Heads of a program, and its warps: a thread holds 8 elements of each half. With both the
-    order changes in which a head's squares are summed."""
-    heads = _FEW_HEADS if num_tokens <= _FEW_TOKENS else _MANY_HEADS
-    return heads, max(1, min(4, heads * half_block // 256))
+def num_warps_for(half_block: int) -> int:
+    return max(1, min(_MAX_WARPS, _HEADS * half_block // _ELEMENTS_PER_WARP))
 
 
 def check_heads(

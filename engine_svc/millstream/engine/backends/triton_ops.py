@@ -32,6 +32,7 @@ from millstream.kernels.gemv import Norm
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
 from millstream.kernels.linear_configs import Config, Gemv, Tile, choose, choose_heads
+from millstream.kernels.padding import padded
 from millstream.kernels.paged_decode import FixedCut, PagedDecode, supports
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 from millstream.kernels.qkv_heads import qkv_heads
@@ -285,7 +286,7 @@ class TritonStepOps:
         elif not self._num_chunk_tokens:
             attended = attention.decode(query, keys, values)
         else:
-            attended = torch.empty_like(query)
+            attended = padded(*query.shape, like=query)
             chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
             attention.prefill(query[chunks], keys, values, attended[chunks])
             attention.decode(query[decodes], keys, values, attended[decodes])
@@ -316,7 +317,6 @@ class TritonStepOps:
                 values,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
-                invariant=ops.invariant,
             )
         x, scale = _rows(stream, norm, tile)
         assert not isinstance(scale, Norm)
