@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.."
 out=${OUT:-.}
 export PYTHONPATH=protos:tokenizer_svc:engine_svc:client:kernels:.:${PYTHONPATH:-}
 export PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS=2 # a tiny model on a CPU is what many tests compare with: eight of them at once
 
 # Tests that take much of the card's memory run alone; of the others compiling kernels is what takes time.
 alone=(
