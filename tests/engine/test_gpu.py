@@ -90,10 +90,10 @@ def test_chunks_in_graphs(folder: Path) -> None:
     expected = reference(folder, prompts)
     options: dict[str, Any] = {"max_num_batched_tokens": 150, "prefix_caching": False}
     with load(folder, device="cpu", attention_backend="auto", **options) as llm:
-        places = written(llm, prompts, expected)
-    assert int(places.sum()) > sum(map(len, prompts))
+        runs = [written(llm, prompts, expected) for _ in range(3)]  # each takes other blocks
+    assert all(int(places.sum()) > sum(map(len, prompts)) for places in runs)
     with load(folder, **options) as llm:
-        for _ in range(3):
+        for places in runs:
             assert torch.equal(written(llm, prompts, expected), places)
         runner: Any = llm._core._runner
         assert runner._steps.chunk_graphs._graphs
