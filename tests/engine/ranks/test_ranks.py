@@ -92,6 +92,18 @@ def test_the_default_model_over_three_ranks(default_model_dir: Path) -> None:
         assert llm.generate(question, params, use_tqdm=False) == expected
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_many_processes_compute_what_one_does(tmp_path: Path, ranks: int) -> None:
+    """A head and a KV head for each of eight; 64 tokens of each prompt."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    folder = make_tiny_model(tmp_path, vocab_size=251, hidden_size=64, head_dim=8, **heads)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with LLM(folder, **OPTIONS) as llm:
+        expected = generate(llm, params)
+    with LLM(folder, tensor_parallel_size=ranks, **OPTIONS) as llm:
+        assert generate(llm, params) == expected
+
+
 def test_row_56_a_split_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=9, num_key_value_heads=3, hidden_size=72)
     with pytest.raises(LoadError, match=r"^tensor_parallel_size: 9 attention heads"):
