@@ -247,11 +247,28 @@ def test_broken_files_are_one_clear_line(tmp_path: Path) -> None:
 
 def test_named_shapes() -> None:
     shapes: dict[str, ModelConfig | None] = {name: named_shape(name) for name in SHAPE_NAMES}
-    assert set(shapes) == {"qwen3-0.6b", "qwen3-14b", "qwen3-32b", "llama-3.2-1b", "smollm2-135m"}
+    billions = {name: round(parameters(shape) / 1e9, 2) for name, shape in shapes.items() if shape}
+    assert billions == {
+        "qwen3-0.6b": 0.60,
+        "qwen3-4b": 4.02,
+        "qwen3-8b": 8.19,
+        "qwen3-14b": 14.77,
+        "qwen3-32b": 32.76,
+        "llama-3.2-1b": 1.24,
+        "smollm2-135m": 0.13,
+    }
     small = shapes["qwen3-0.6b"]
     assert small is not None
     assert small.num_layers * 2 * small.num_kv_heads * small.head_dim * 2 == 114_688  # KV a token
     assert named_shape("gpt-5") is None
+
+
+def parameters(shape: ModelConfig) -> int:
+    """As model cards count them, without the norms' few."""
+    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
+    layer = shape.hidden_size * (heads * shape.head_dim + 3 * shape.intermediate_size)
+    embeddings = 1 if shape.tie_word_embeddings else 2
+    return shape.num_layers * layer + embeddings * shape.vocab_size * shape.hidden_size
 
 
 def test_reading_a_config_needs_neither_torch_nor_transformers() -> None:

@@ -29,6 +29,21 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    "qwen3-4b": {
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
     "qwen3-14b": {
         **_QWEN3,
         "hidden_size": 5120,
