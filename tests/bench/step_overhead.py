@@ -56,6 +56,7 @@ class StubRunner:
             lambda slots, _: torch.full((len(slots),), 5),
             StubGraph,
             sizes=batch_sizes(max_num_seqs),
+            kernels_of=lambda size: None,
             padding_slot=self._slots.padding_slot,
             device=cpu,
         )

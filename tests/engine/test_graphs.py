@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_size
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.core_process import Commands, next_command
-from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
+from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes, stand_in
 from millstream.engine.records import AskStats
 from millstream.engine.stepping.batch_layout import BatchLayout
 
@@ -23,35 +25,100 @@ CPU = torch.device("cpu")
 
 
 class FakeGraph:
+    """Its output is what its input is then: a slot for each row."""
+
     def __init__(self, step: Callable[[], torch.Tensor]) -> None:
         self.output = step()
+        self.replays = 0
 
     def replay(self) -> None:
-        raise AssertionError("nothing is to run")
+        self.replays += 1
 
 
-def decode_graphs(seen: list[int]) -> DecodeGraphs:
+def decode_graphs(seen: list[int], largest: int = 20) -> DecodeGraphs:
     def decode(slots: torch.Tensor, kind: Kind) -> torch.Tensor:
-        assert kind is Kind.PLAIN and set(slots.tolist()) == {20}, "of no sequence"
+        assert set(slots.tolist()) == {largest}, "of no sequence"
         seen.append(len(slots))
         return slots
 
-    return DecodeGraphs(decode, FakeGraph, sizes=batch_sizes(20), padding_slot=20, device=CPU)
+    return DecodeGraphs(
+        decode,
+        FakeGraph,
+        sizes=batch_sizes(largest),
+        kernels_of=lambda size: size > 96,
+        padding_slot=largest,
+        device=CPU,
+    )
+
+
+def batch_of(size: int) -> Any:
+    return SimpleNamespace(slots=torch.arange(size))
 
 
 def test_at_start_the_largest_and_the_smallest_are_recorded_then_others_in_time() -> None:
     seen: list[int] = []
     left = iter([True, True, False])
     decode_graphs(seen).record(lambda: next(left))
-    assert seen == [20, 1, 2, 4]
+    assert seen == [20, 1, 16, 2]
 
 
-def test_the_rest_is_recorded_one_by_one() -> None:
+def test_the_rest_is_recorded_one_by_one_those_that_stand_in_for_others_first() -> None:
     seen: list[int] = []
-    graphs = decode_graphs(seen)
+    graphs = decode_graphs(seen, 160)
     graphs.record(lambda: False)
-    assert [graphs.record_next() for _ in range(5)] == [True, True, True, True, False]
-    assert seen == [20, 1, 2, 4, 8, 16]
+    while graphs.record_next():
+        pass
+    assert seen[:8] == [160, 1, 16, 64, 96, 128, 2, 4]
+    assert sorted(seen) == batch_sizes(160)
+
+
+@pytest.mark.parametrize("largest", [1, 3, 16, 20, 33, 64, 65, 200, 256, 300, 1000])
+def test_what_stands_in_for_a_size(largest: int) -> None:
+    def kernels_of(size: int) -> int:
+        return (size > 4) + (size > 90)
+
+    sizes = batch_sizes(largest)
+    for size in sizes:
+        other = stand_in(size, sizes, kernels_of)
+        assert other in sizes and other >= size and kernels_of(other) == kernels_of(size)
+        assert stand_in(other, sizes, kernels_of) == other, "it has a graph of its own at once"
+        assert other == 1 if size == 1 else other <= 16 if size <= 16 else other - size < 64
+    if largest == 300:
+        stand_ins = sorted({stand_in(size, sizes, kernels_of) for size in sizes})
+        assert stand_ins == [1, 4, 16, 64, 88, 128, 192, 256, 300]
+
+
+def test_a_size_without_a_graph_takes_a_larger_ones_until_it_is_used_often() -> None:
+    seen: list[int] = []
+    graphs = decode_graphs(seen, 128)
+    graphs.record(lambda: False)
+    assert graphs(batch_of(35), Kind.PLAIN).tolist() == list(range(35))
+    assert seen == [128, 1, 64], "the largest with the same tiles serves more"
+    for _ in range(255):
+        graphs(batch_of(35), Kind.PLAIN)
+    for size in (41, 60, 64, 120, 128):
+        graphs(batch_of(size), Kind.PLAIN)
+    assert seen == [128, 1, 64]
+    graphs(batch_of(35), Kind.PLAIN)
+    assert seen == [128, 1, 64, 40]
+    graphs(batch_of(30), Kind.PLAIN)
+    graphs(batch_of(33), Kind.FILTERED)
+    assert seen == [128, 1, 64, 40, 64], "each kind has its own"
+    own: Any = graphs._graph(40, Kind.PLAIN)
+    assert own.replays == 2, "the smallest that there is"
+
+
+def test_what_fills_up_a_batch_is_the_padding_slot_whichever_graph_it_takes() -> None:
+    """A layout that takes a small graph, and then a larger one of another kind."""
+    graphs = decode_graphs([], 128)
+    graphs.record(lambda: False)
+    taken = ((Kind.PLAIN, 40), (Kind.LOGITS, 64))
+    outputs = [graphs._graph(size, kind).output for kind, size in taken]
+    graphs(batch_of(128), Kind.PLAIN)
+    layout = batch_of(35)
+    for (kind, size), output in zip(taken, outputs, strict=True):
+        graphs(layout, kind)
+        assert output.tolist() == [*range(35), *[128] * (size - 35)]
 
 
 def test_chunks_with_the_fewest_decodes_are_recorded_one_by_one(

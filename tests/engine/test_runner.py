@@ -328,7 +328,8 @@ def test_dummy_weights_need_no_folder() -> None:
 def test_close_frees_everything_at_once(folder: Path) -> None:
     """Also what holds each other, as steps and graphs do: a GPU's memory is for the next process,
     whenever the garbage collector comes by."""
-    runner = load(folder, kv_cache_bytes=64 * BLOCK_BYTES)
+    triton: dict[str, Any] = {"attention_backend": "triton", "block_size": 16}
+    runner = load(folder, kv_cache_bytes=64 * BLOCK_BYTES, **triton)
     run(runner, PROMPTS[:1])
     steps = runner._steps
     steps.use_graphs(lambda step: pytest.fail("nothing is to be recorded"))

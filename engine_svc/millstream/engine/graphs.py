@@ -3,6 +3,9 @@
 A graph has a fixed batch size; a batch takes the next larger one, filled up with the padding slot.
 Its only input is which slots decode, in a buffer on the device that is written when the batch
 changes. Graphs are recorded largest first into one memory pool, which the others then fit in.
+
+Recording takes as long as five steps or ten, while what fills up the products' tiles costs hardly
+anything. So until a size has a graph, the largest with the same kernels and tiles stands in for it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import bisect
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +35,9 @@ def kind_of(host: HostLayout) -> Kind:
     """That of a graph which samples the tokens of a step."""
     return Kind.FILTERED if host.has_filters else Kind.PLAIN
 
+
+_FEW_ROWS, _TILE_ROWS = 16, 64  # of products' tiles
+_MANY_STEPS = 256  # with a stand-in: then a size gets a graph of its own
 
 # Computes a decode step of slots [n]; returns the sampled ids [n], or the logits [n, V]. Reads
 # nothing on the host but n.
@@ -57,6 +64,16 @@ def batch_sizes(largest: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
+def stand_in(size: int, sizes: Sequence[int], kernels_of: Callable[[int], Hashable]) -> int:
+    """Of `sizes` the largest whose step launches the kernels of that of `size`, and whose products
+    have as many tiles."""
+    if size == 1:
+        return 1
+    rows = _FEW_ROWS if size <= _FEW_ROWS else -(-size // _TILE_ROWS) * _TILE_ROWS
+    kernels = kernels_of(size)
+    return max(s for s in sizes if size <= s <= rows and kernels_of(s) == kernels)
+
+
 class DecodeGraphs:
     """The graphs of one engine; used by one thread."""
 
@@ -66,28 +83,34 @@ class DecodeGraphs:
         record: Record,
         *,
         sizes: Sequence[int],
+        kernels_of: Callable[[int], Hashable],
         padding_slot: int,
         device: torch.device,
     ) -> None:
+        """kernels_of: as SlotOps.kernels_of."""
         self._decode = decode
         self._record = record
         self._sizes = sizes
         self._padding_slot = padding_slot
         self._graphs: dict[tuple[int, Kind], Graph] = {}
+        self._uses: Counter[tuple[int, Kind]] = Counter()  # of stand-ins, by whom they stood in for
+        self._stand_ins = {size: stand_in(size, sizes, kernels_of) for size in sizes}
+        order = sizes[-1], sizes[0], *self._stand_ins.values(), *sizes
+        self._order = tuple(dict.fromkeys(order))
         self._slots = torch.full((sizes[-1],), padding_slot, device=device)
         self._layout: BatchLayout | None = None  # whose slots are in the buffer
 
     def record(self, is_time_left: Callable[[], bool]) -> None:
         """Records the largest graph and that of a single sequence, then others while there is time;
-        the rest are recorded when they are first needed, or by record_next."""
+        the rest are recorded when they are needed, or by record_next."""
         self._graph(self._sizes[-1], Kind.PLAIN)
         self._graph(self._sizes[0], Kind.PLAIN)
         while is_time_left() and self.record_next():
             pass
 
     def record_next(self) -> bool:
-        """Records the smallest graph that is not yet; False if there is none left."""
-        size = next((size for size in self._sizes if (size, Kind.PLAIN) not in self._graphs), None)
+        """Records the next graph that is not yet, stand-ins first; False if there is none left."""
+        size = next((size for size in self._order if (size, Kind.PLAIN) not in self._graphs), None)
         if size is not None:
             self._graph(size, Kind.PLAIN)
         return size is not None
@@ -95,14 +118,23 @@ class DecodeGraphs:
     def __call__(self, layout: BatchLayout, kind: Kind) -> torch.Tensor:
         """Runs a step of decodes alone; its output, which the next call overwrites."""
         slots = layout.slots
-        size = self._sizes[bisect.bisect_left(self._sizes, len(slots))]
-        graph = self._graph(size, kind)
+        graph = self._graph(self._size_for(len(slots), kind), kind)
         if layout is not self._layout:
             self._slots[: len(slots)].copy_(slots)
-            self._slots[len(slots) : size].fill_(self._padding_slot)
+            self._slots[len(slots) :].fill_(self._padding_slot)
             self._layout = layout
         graph.replay()
         return graph.output[: len(slots)]
+
+    def _size_for(self, batch: int, kind: Kind) -> int:
+        """That of the graph for a batch; over ranks the same on each, as their steps are."""
+        size = self._sizes[bisect.bisect_left(self._sizes, batch)]
+        if (size, kind) in self._graphs or self._uses[size, kind] == _MANY_STEPS:
+            return size
+        self._uses[size, kind] += 1
+        largest = self._stand_ins[size]
+        recorded = (s for s in self._sizes if size < s <= largest and (s, kind) in self._graphs)
+        return next(recorded, largest)
 
     def _graph(self, size: int, kind: Kind) -> Graph:
         graph = self._graphs.get((size, kind))

@@ -7,6 +7,7 @@ hardware.resolve.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -83,6 +84,9 @@ class Ops(Protocol):
 class SlotOps(Protocol):
     """A step of decodes from the slots' state to their next, without the host: what a CUDA graph
     holds besides the model."""
+
+    def kernels_of(self, num_sequences: int) -> Hashable:
+        """The same for two sizes of a step that launches the same kernels, grids apart."""
 
     def read(self, slots: Tensor, state: SlotState, embedding: Tensor | None) -> DecodeInputs:
         """What the model reads when `slots` [n] compute a token each; their embeddings among it if

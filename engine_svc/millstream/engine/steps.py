@@ -69,10 +69,12 @@ class Steps:
     def use_graphs(self, record: Record) -> None:
         """From now on; none is recorded yet."""
         resolved, padding_slot = self._resolved, self.slots.padding_slot
+        assert self._ops.on_slots is not None, "resolve chose graphs for ops that can"
         self.graphs = DecodeGraphs(
             self.decode,
             record,
             sizes=resolved.batch_sizes,
+            kernels_of=self._ops.on_slots.kernels_of,
             padding_slot=padding_slot,
             device=resolved.device,
         )

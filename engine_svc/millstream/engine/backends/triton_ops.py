@@ -33,7 +33,13 @@ from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
 from millstream.kernels.linear_configs import Config, Gemv, Tile, choose, choose_heads
 from millstream.kernels.padding import padded
-from millstream.kernels.paged_decode import FixedCut, PagedDecode, supports
+from millstream.kernels.paged_decode import (
+    DecodeConfig,
+    FixedCut,
+    PagedDecode,
+    choose_config,
+    supports,
+)
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 from millstream.kernels.qkv_heads import qkv_heads
 from millstream.kernels.sample import Rows
@@ -125,6 +131,11 @@ class TritonOps:
     @property
     def on_slots(self) -> TritonOps:
         return self
+
+    def kernels_of(self, num_sequences: int) -> DecodeConfig:
+        """Attention's: those of products differ between multiples of a tile's rows alone."""
+        shape = self.num_heads, self.num_kv_heads, self._head_dim, self._dtype
+        return choose_config(num_sequences, *shape)
 
     def read(self, slots: Tensor, state: SlotState, embedding: Tensor | None) -> DecodeInputs:
         return read_slots(slots, _tables(state), state.block_tables, self._block_size, embedding)
