@@ -236,9 +236,10 @@ def linear(
     first half is gate, the second up. config: of
     linear_configs.choose. Raises ValueError if the shapes are not the configuration's.
     """
-    _check(x, weight, config, residual, swiglu, norm)
+    check_product(x, weight, config)
+    _check_beside(x, weight, config, residual, swiglu, norm)
     scale = norm if isinstance(norm, ScaledRows) else None
-    _check_squares(x, weight, config, swiglu, scale, squares)
+    check_squares(x, weight, config, swiglu, scale, squares)
     num_rows, (size, depth) = x.shape[0], weight.shape
     epilogue = SWIGLU if swiglu else PLAIN if residual is None else RESIDUAL
     columns = size // 2 if swiglu else size
@@ -298,14 +299,8 @@ def operands(x: torch.Tensor, weight: torch.Tensor, tile: Tile, *, swiglu: bool)
     return boxes_of(rows, [tile.block_m, tile.block_k]), boxes_of(weight, box)
 
 
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    config: Config,
-    residual: torch.Tensor | None,
-    swiglu: bool,
-    norm: Norm | ScaledRows | None,
-) -> None:
+def check_product(x: torch.Tensor, weight: torch.Tensor, config: Config) -> None:
+    """Raises ValueError unless the configuration's kernel can multiply these (see linear)."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.shape[0]:
         raise ValueError(f"x, weight: {tuple(x.shape)}, {tuple(weight.shape)}, not [M, K], [N, K]")
     if not fits(config, x.shape[0], *weight.shape):
@@ -316,6 +311,16 @@ def _check(
         raise ValueError("x must have unit stride along K, and weight be contiguous")
     if isinstance(config, Tile) and config.stages and (x.data_ptr() | x.stride(0) * 2) % 16:
         raise ValueError("x and its rows must begin at multiples of 16 bytes")
+
+
+def _check_beside(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: Config,
+    residual: torch.Tensor | None,
+    swiglu: bool,
+    norm: Norm | ScaledRows | None,
+) -> None:
     if isinstance(norm, Norm):
         if not isinstance(config, Gemv):
             raise ValueError("a norm with a weight is fused for one row only")
@@ -330,7 +335,7 @@ def _check(
             raise ValueError(f"residual: {residual.dtype}, strides {residual.stride()}")
 
 
-def _check_squares(
+def check_squares(
     x: torch.Tensor,
     weight: torch.Tensor,
     config: Config,
@@ -338,6 +343,7 @@ def _check_squares(
     scale: ScaledRows | None,
     squares: torch.Tensor | None,
 ) -> None:
+    """Raises ValueError unless x can be scaled so, and the output's squares be left there."""
     scales = None if scale is None else scale.squares
     given = [tensor for tensor in (squares, scales) if tensor is not None]
     if given and not isinstance(config, Tile):

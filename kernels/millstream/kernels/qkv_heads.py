@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
-from millstream.kernels.linear import ScaledRows, operands, row_squares
-from millstream.kernels.linear_configs import Tile, fits
+from millstream.kernels.linear import (
+    ScaledRows,
+    check_product,
+    check_squares,
+    operands,
+    row_squares,
+)
+from millstream.kernels.linear_configs import Tile
 from millstream.kernels.pdl import launch_dependents, wait
 from millstream.kernels.qk_norm_rope_store import (
     KEEP_ROUNDING,
@@ -137,8 +143,8 @@ def qkv_heads(
     head_dim = key_cache.shape[-1]
     if tile.block_n != head_dim or not tile.stages or tile.split_k != 1:
         raise ValueError(f"{tile} is not for heads of {head_dim}")
-    if not num_rows or not fits(tile, num_rows, size, depth):
-        raise ValueError(f"{tile} does not fit {num_rows} rows of {tuple(weight.shape)}")
+    check_product(x, weight, tile)
+    check_squares(x, weight, tile, False, scale, None)
     query = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
     _qkv_heads_kernel[(triton.cdiv(num_rows, tile.block_m) * (size // head_dim),)](
         *operands(x, weight, tile, swiglu=False),
