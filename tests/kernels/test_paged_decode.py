@@ -112,6 +112,22 @@ def test_block_sizes(device: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+def test_tiles_of_which_a_block_has_several_or_a_part(
+    device: str, block_size: int, tile: int
+) -> None:
+    """Loaded as boxes where a block has all of a tile; five query heads of each KV head."""
+    config = replace(CONFIGS["heads-are-rows, tail apart"], tile=tile)
+    for dtype in DTYPES[device][-1:]:
+        paged = paged_kv(
+            [300, 5, 64], num_kv_heads=2, head_dim=16, block_size=block_size, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+        attend(paged, 5, config=config)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("group", [1, 2, 5, 8, 16])
 def test_group_sizes(device: str, group: int) -> None:
     for dtype in DTYPES[device]:

@@ -13,7 +13,7 @@ from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EPS = 1e-6
+EPS = 1e-2  # large enough to be missed
 MAX_LEN = 50
 SENTINEL = 9.0
 
@@ -77,7 +77,7 @@ def check(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("heads", [(6, 2, 32), (4, 4, 16), (9, 3, 64), (5, 1, 24)])
+@pytest.mark.parametrize("heads", [(6, 2, 32), (4, 4, 16), (9, 3, 64), (5, 1, 24), (20, 4, 16)])
 def test_equals_the_oracle(
     device: str, dtype: torch.dtype, norm: bool, heads: tuple[int, int, int]
 ) -> None:

@@ -260,12 +260,21 @@ def test_few_rows_of_float16_take_the_gemm_kernels(family: str, tmp_path: Path) 
     assert (logits["triton"] - logits["torch"]).abs().max() < 0.05 * logits["torch"].std()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ],
+)
 def test_products_in_tiles_hand_on_the_squares_of_rows(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, options: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same for several rows, with norms that are part of the products, and what is done with
-    the heads as a part of QKV's."""
+    the heads as a part of QKV's; the products of layers with a bias are cuBLAS's, their weights
+    have the norms in them all the same."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     tile = Tile(block_m=16, block_n=16, block_k=32, stages=3)
@@ -273,7 +282,7 @@ def test_products_in_tiles_hand_on_the_squares_of_rows(
     monkeypatch.setattr(linear_configs, "_MEASURED", dict.fromkeys(products, ((64, tile),)))
     heads_tile = Tile(block_m=16, block_n=32, block_k=32, stages=3)
     monkeypatch.setattr(linear_configs, "_HEADS", {(256, 64): ((64, heads_tile),)})
-    make_tiny_model(tmp_path, family, dtype=torch.float16, **shape, **heads)
+    make_tiny_model(tmp_path, family, dtype=torch.float16, **shape, **heads, **options)
     logits = {}
     for name in BACKENDS:
         runner = load_float16(tmp_path, name)
