@@ -36,7 +36,8 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             yield decode_job(*heads, block_size, 256, repeat=True)
             for config in shipped_prefill(heads[0] // heads[1], heads[2]):
                 yield prefill_job(*heads, block_size, config)
-    yield store_job()
+    yield store_job(16, 8, 128, norm=True)
+    yield store_job(9, 3, 64, norm=False)
 
 
 def decode_job(
@@ -100,17 +101,18 @@ def prefill_job(
     return paged_prefill._paged_prefill_kernel, arguments, constants
 
 
-def store_job() -> Any:
-    arguments = (BF16, BF16, BF16, BF16, BF16, I64, I64, BF16, BF16, BF16, 4096, 128, 1e-6)
+def store_job(num_heads: int, num_kv_heads: int, head_dim: int, *, norm: bool) -> Any:
+    width, half_block = (num_heads + 2 * num_kv_heads) * head_dim, head_dim // 2
+    arguments = (BF16, BF16, BF16, BF16, BF16, I64, I64, BF16, BF16, BF16, width, head_dim, 1e-6)
     constants = {
-        "NUM_HEADS": 16,
-        "NUM_KV_HEADS": 8,
-        "HEAD_DIM": 128,
-        "HALF_BLOCK": 64,
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HALF_BLOCK": half_block,
         "HEADS": qk_norm_rope_store._HEADS,
-        "NORM": True,
+        "NORM": norm,
         "TABLE": True,
-        "num_warps": qk_norm_rope_store.num_warps_for(64),
+        "num_warps": qk_norm_rope_store.num_warps_for(half_block),
         **qk_norm_rope_store.KEEP_ROUNDING,
     }
     return qk_norm_rope_store._qk_norm_rope_store_kernel, arguments, constants

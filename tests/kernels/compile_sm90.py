@@ -20,6 +20,7 @@ import torch
 import triton
 from tests.bench.compilation import Hopper
 from tests.kernels.attention_jobs import attention_jobs
+from tests.kernels.early_reads import EARLY_READS, PUBLISHING
 from triton.runtime import driver
 
 from millstream.kernels import (
@@ -37,7 +38,7 @@ from millstream.kernels import (
     sum_add_rms_norm,
 )
 from millstream.kernels.invariant_tiles import invariant_tile
-from millstream.kernels.linear_configs import _HEADS, _MEASURED, Gemv, Tile
+from millstream.kernels.linear_configs import _HEADS, _MEASURED, Gemv, Tile, choose
 
 _SHARED_BYTES = 227 * 1024
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -77,20 +78,33 @@ def jobs() -> Iterator[Job]:
             )
     yield from samplers()
     yield from attention_jobs()
-    for (size, depth), configs in _MEASURED.items():
+    yield from products()
+
+
+def products() -> Iterator[Job]:
+    for shape, configs in _MEASURED.items():
         for rows, config in configs:
             if config is not None:
-                yield linear_job(rows, size, depth, config)
-    for (size, depth), tiles in _HEADS.items():
+                for scales in scales_of(rows, shape):
+                    yield linear_job(rows, *shape, config, scales=scales, folded=True)
+    for shape, tiles in _HEADS.items():
         for rows, tile in tiles:
             if tile is not None:
-                for scales in (0, 32):
-                    yield heads_job(rows, size, depth, tile, scales)
+                for scales in scales_of(rows, shape):
+                    yield heads_job(rows, *shape, tile, scales)
     for size, depth in ((34816, 5120), (5120, 17408)):
         yield linear_job(1, size, depth, Gemv(block_n=4))
     for shape in ((6144, 1024), (1024, 2048), (151936, 1024), (34816, 5120), (48, 80)):
         for rows in (1, 200, 4096):
             yield linear_job(rows, *shape, invariant_tile(rows, *shape))
+
+
+def scales_of(rows: int, shape: tuple[int, int]) -> set[int]:
+    """How many squares of a row of x a product is given: none, or what the product before it in
+    Qwen3-0.6B's layers leaves."""
+    before = {(4096, 1024): (1024, 3072), (6144, 1024): (1024, 2048)}.get(shape)
+    tile = None if before is None else choose(rows, *before)
+    return {0, linear.num_pieces(before[0], tile)} if before and isinstance(tile, Tile) else {0}
 
 
 def samplers() -> Iterator[Job]:
@@ -124,8 +138,11 @@ def samplers() -> Iterator[Job]:
     yield sample_shards._merge_kernel, arguments, {"WIDTH": 2, "num_warps": 1}
 
 
-def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
-    """With the epilogue of the matrix's role, and a row's norm where its product can take it in."""
+def linear_job(
+    rows: int, size: int, depth: int, config: Any, *, scales: int = 0, folded: bool = False
+) -> Job:
+    """With the epilogue of the matrix's role, and a row's norm where its product can take it in.
+    folded: norms are, so that what adds to the residual leaves its squares."""
     epilogue = {6144: gemv.SWIGLU, 34816: gemv.SWIGLU, 1024: gemv.RESIDUAL}.get(size, gemv.PLAIN)
     residual = BF16 if epilogue == gemv.RESIDUAL else None
     constants = {"N": size, "K": depth, "EPILOGUE": epilogue, "num_warps": config.num_warps}
@@ -139,8 +156,7 @@ def linear_job(rows: int, size: int, depth: int, config: Any) -> Job:
     if config.stages:
         loaded = linear.operands(x, weight, config, swiglu=epilogue == gemv.SWIGLU)
     strides = (depth, size if residual else 0, size)
-    pieces = linear.num_pieces(size, config) if residual else 0
-    scales = 64 if depth == 1024 and size != 151_936 else 0
+    pieces = linear.num_pieces(size, config) if residual and folded else 0
     pointers = (F32 if pieces else None, F32 if scales else None, F32, I32)
     arguments = (*loaded, residual, BF16, *pointers, 1e-6, rows, *strides)
     constants |= {"BLOCK_M": config.block_m, "SPLIT_K": config.split_k}
@@ -183,6 +199,7 @@ def compile_one(job: Job) -> tuple[int, int, int]:
     kernel, arguments, constants = job
     compiled = kernel.warmup(*arguments, grid=(1,), PDL=True, launch_pdl=True, **constants)
     ptx = compiled.asm["ptx"]
+    check_dependent_launch(kernel.fn.__name__, ptx)
     # torch rounds each of two products before it adds them; a fused multiply-add would not.
     rotating = (qk_norm_rope_store._qk_norm_rope_store_kernel, qkv_heads._qkv_heads_kernel)
     assert kernel not in rotating or "fma.rn.bf16" not in ptx
@@ -202,6 +219,19 @@ def compile_one(job: Job) -> tuple[int, int, int]:
         sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         compiled.metadata.shared,
     )
+
+
+def check_dependent_launch(name: str, ptx: str) -> None:
+    """Raises AssertionError unless the compiler kept pdl.py's rules: before its first wait a kernel
+    writes nothing and, unless it is known to, reads nothing; what publishes has stored by then."""
+    waits, said = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
+    early = re.findall(r"\b(?:ld|st|red|atom)\.global|\bcp\.async", ptx[:waits])
+    assert not early or (name in EARLY_READS and set(early) == {"ld.global"}), f"{name}: {early}"
+    if name in PUBLISHING:
+        *steps, last = (ptx.rindex(what) for what in ("st.global", "fence.acq_rel.gpu", "bar.sync"))
+        assert waits < steps[0] < steps[1] < last < said, f"{name} publishes early"
+    else:
+        assert said < waits, f"{name} lets the next kernel start late"
 
 
 def main() -> int:

@@ -13,9 +13,10 @@ kernel fetch its weights while its predecessor finishes. A kernel takes part lik
     _kernel[grid](..., **pdl.options(x.device))
 
 What must hold, or results are wrong now and then:
-- Before its wait a kernel touches weights and the step's inputs: what was complete when some
-  kernel without PDL, after it, began; and what has been published. Nothing else: no activation, no
-  store, no atomic.
+- Before its wait a kernel touches weights and the step's inputs: what was complete when some later
+  kernel without PDL began, or one that publishes had waited; and what has been published. Nothing
+  else: no activation, no store, no atomic. The kernels just before may not have begun. What each
+  reads is listed in tests/kernels/early_reads.py, and tested.
 - Every program waits, also one that has nothing to do. The wait is for the kernel just before;
   that one has waited in turn, so everything older is complete too, unless one link is left out.
 - Every kernel of a step takes part, or the gap is back at the one that does not. It stays correct:
