@@ -100,6 +100,29 @@ def test_many_short_chunks(
     attend(paged, query_lens, 2, config)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("looked_through", [256, 2])
+def test_what_lies_behind_the_chunks_is_none(
+    device: str, looked_through: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that fills up a graph: tokens that pad, and after them decodes, whose place in the
+    vectors the chunks' are slices of."""
+    monkeypatch.setattr("millstream.kernels.paged_prefill._SEQUENCES_BLOCK", looked_through)
+    config = PrefillConfig(query_tile=16, key_tile=16, num_warps=4, num_stages=2)
+    paged = paged_kv(
+        [40, 9, 30, 30], num_kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32,
+        device=device,
+    )  # fmt: skip
+    starts = torch.tensor([0, 20, 29, 65, 66], dtype=torch.int32, device=device)
+    query = torch.randn(64, 1, 16).to(device)
+    out = torch.full_like(query, float("nan"))
+    rest = (paged.key_cache, paged.value_cache, paged.block_tables, paged.slots[:2], starts[:3])
+    rest += (paged.context_lens[:2],)
+    paged_prefill(query, *rest, out=out, config=config)
+    check_rows(out[:29], reference_attention.paged_attention(query[:29], *rest))
+    assert bool(out[29:].isnan().all())
+
+
 def test_bad_inputs_are_refused() -> None:
     paged = paged_kv(
         [9, 20], num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device="cpu"

@@ -15,7 +15,7 @@ kernel fetch its weights while its predecessor finishes. A kernel takes part lik
 What must hold, or results are wrong now and then:
 - Before its wait a kernel touches weights and the step's inputs: what was complete when some later
   kernel without PDL began, or one that publishes had waited; and what has been published. Nothing
-  else: no activation, no store, no atomic. The kernels just before may not have begun. What each
+  else: no activation, no store, no atomic. The kernels just before may still be waiting. What each
   reads is listed in tests/kernels/early_reads.py, and tested.
 - Every program waits, also one that has nothing to do. The wait is for the kernel just before;
   that one has waited in turn, so everything older is complete too, unless one link is left out.
