@@ -86,7 +86,7 @@ def test_equals_the_oracle(
 
 
 def test_many_tokens(device: str) -> None:
-    """The configuration of larger batches; and none at all."""
+    """And none at all."""
     check(inputs(80, (4, 2, 32), torch.float32, device, norm=True))
     assert (
         qk_norm_rope_store(**inputs(0, (4, 2, 32), torch.float32, device, norm=True)).numel() == 0

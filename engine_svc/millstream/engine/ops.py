@@ -36,7 +36,8 @@ class Stream(NamedTuple):
 
 
 class StepOps(Protocol):
-    """What the layers of one step call; n tokens. Rounding is transformers'."""
+    """What the layers of one step call; n tokens. Rounding is transformers', but behind a norm that
+    is folded: its output is never rounded."""
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, layer: Linear) -> Tensor:
         """Adds what is pending to stream.residual, in place; returns a projection [n, out_features]

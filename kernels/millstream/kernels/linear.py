@@ -4,9 +4,10 @@ Decoding is bound by reading weights, and cuBLAS is far from that limit for matr
 megabytes. With dependent launch (pdl.py) the first weights are on their way while the kernel before
 still runs. A row alone is a matrix-vector product without tensor cores; more rows are padded tiles,
 some with K split over programs, the last of which to arrive adds the parts up in their order.
-An epilogue adds the residual, or turns gate and up into SwiGLU's output; for one row, RMSNorm can
-be part of it too. Which configuration for which shape, and where cuBLAS is better:
-linear_configs.py. Oracle and rounding: reference.linear.
+An epilogue adds the residual, or turns gate and up into SwiGLU's output. RMSNorm can be part of it
+too: for one row as it is, for more as a factor, of the squares that the product before left. Which
+configuration for which shape, and where cuBLAS is better: linear_configs.py. Oracle and rounding:
+reference.linear.
 """
 
 from __future__ import annotations

@@ -292,6 +292,34 @@ def test_products_in_tiles_hand_on_the_squares_of_rows(
     assert (logits["triton"] - logits["torch"]).abs().max() < 0.02 * logits["torch"].std()
 
 
+@pytest.mark.parametrize(
+    ("options", "folded"),
+    [
+        ({"dtype": "float16"}, True),
+        ({"dtype": "float16", "batch_invariant": True}, False),
+        ({"dtype": "float32"}, False),
+    ],
+    ids=str,
+)
+def test_norms_are_folded_where_squares_are_handed_on(
+    options: dict[str, Any], folded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where a token's values are the same bits in any batch: another tile sums up squares in
+    another order. The final norm stays: what is behind it may be the embedding."""
+    tile = Tile(block_m=16, block_n=16, block_k=32, stages=3)
+    monkeypatch.setattr(linear_configs, "_MEASURED", {(256, 64): ((64, tile),)})
+    make_tiny_model(tmp_path, intermediate_size=128)
+    model = load(tmp_path, attention_backend="triton", **options)._steps.model.model
+    norms = [norm for layer in model.layers for norm in norms_of(layer)]
+    assert [norm.folded for norm in norms] == [folded] * 4
+    assert [bool((norm.weight == 1).all()) for norm in norms] == [folded] * 4
+    assert not model.norm.folded and not bool((model.norm.weight == 1).all())
+
+
+def norms_of(layer: Any) -> tuple[Any, Any]:
+    return layer.input_layernorm, layer.post_attention_layernorm
+
+
 BACKENDS = ("torch", "triton")
 
 
