@@ -53,3 +53,16 @@ def test_what_lies_there_is_not_seen(device: str) -> None:
     squares = x.float().square().sum(1, keepdim=True)
     scaled = linear(x, weight, tile, workspace, norm=ScaledRows(squares=squares, eps=1e-6))
     assert bool(scaled.isfinite().all())
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "residual", "swiglu"])
+def test_what_is_multiplied_next_has_it(epilogue: str) -> None:
+    """Logits are not: a row of 151,936 would take the memory of 128."""
+    x, weight = torch.zeros(20, 96, dtype=torch.float16), torch.zeros(64, 96, dtype=torch.float16)
+    tile = Tile(block_m=16, block_n=32, block_k=32, stages=3)
+    residual = torch.zeros(20, 64, dtype=torch.float16) if epilogue == "residual" else None
+    out = linear(
+        x, weight, tile, Workspace.create(x.device), residual=residual, swiglu=epilogue == "swiglu"
+    )
+    rows = out.untyped_storage().nbytes() // (out.shape[1] * out.itemsize)
+    assert rows == (20 if epilogue == "plain" else 128)

@@ -244,7 +244,8 @@ def linear(
     num_rows, (size, depth) = x.shape[0], weight.shape
     epilogue = SWIGLU if swiglu else PLAIN if residual is None else RESIDUAL
     columns = size // 2 if swiglu else size
-    out = padded(num_rows, columns, like=x)
+    # QKV and logits are not multiplied next; of one row these would take 39 MB for 128.
+    out = x.new_empty(num_rows, columns) if epilogue == PLAIN else padded(num_rows, columns, like=x)
     shape = {"N": size, "K": depth, "EPILOGUE": epilogue}
     if isinstance(config, Gemv):
         gemv(x, weight, out, config, epilogue, residual, norm)  # type: ignore[arg-type]
