@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-# Weights; what was complete when a kernel without PDL began that came after it, as the tables of
-# slots and of rotations are, and where a step has chunks all that the host laid out; what
-# read_slots and the work list's kernel have published. Whoever adds a name shows that it is one of
-# these for every caller: decodes in a graph, steps with chunks with and without one, samples behind
-# edits, ranks.
+# Weights; what was complete when a later kernel without PDL began, as the tables of slots and of
+# rotations are, and where the host lays a step out all of that: the embedding's lookup comes after;
+# what read_slots and the work list's kernel have published. Whoever adds a name shows that it is
+# one of these for every caller: decodes in a graph, steps with chunks with and without one, samples
+# behind edits, ranks. Rotations that are computed (dynamic RoPE) are in no graph (hardware.py):
+# there nothing without PDL would come after them.
 EARLY_READS: dict[str, frozenset[str]] = {
     "_choice_kernel": frozenset({"slots_ptr", "temperatures_ptr", "seeds_ptr"}),
     "_gemv_kernel": frozenset({"weight_ptr", "norm_ptr"}),
