@@ -36,6 +36,7 @@ from millstream.kernels import (
     sample_shards,
     silu_mul,
     sum_add_rms_norm,
+    tile_kernel,
 )
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear_configs import _HEADS, _MEASURED, Gemv, Tile, choose
@@ -161,7 +162,7 @@ def linear_job(
     arguments = (*loaded, residual, BF16, *pointers, 1e-6, rows, *strides)
     constants |= {"BLOCK_M": config.block_m, "SPLIT_K": config.split_k}
     return (
-        linear._tile_kernel,
+        tile_kernel.tile_kernel,
         arguments,
         {
             **constants,
@@ -203,7 +204,7 @@ def compile_one(job: Job) -> tuple[int, int, int]:
     # torch rounds each of two products before it adds them; a fused multiply-add would not.
     rotating = (qk_norm_rope_store._qk_norm_rope_store_kernel, qkv_heads._qkv_heads_kernel)
     assert kernel not in rotating or "fma.rn.bf16" not in ptx
-    if kernel is linear._tile_kernel and constants["BLOCK_M"] >= 64:
+    if kernel is tile_kernel.tile_kernel and constants["BLOCK_M"] >= 64:
         # Tiles of a batch-invariant product have one order of summation: that of this instruction.
         assert f"n{min(constants['BLOCK_N'], 256)}k16" in ptx and "mma.sync" not in ptx
     architecture = "sm_90a" if "sm_90a" in ptx else "sm_90"

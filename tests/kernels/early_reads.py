@@ -17,7 +17,7 @@ EARLY_READS: dict[str, frozenset[str]] = {
     "_qkv_heads_kernel": frozenset({"cos_ptr", "sin_ptr", "positions_ptr", "kv_indices_ptr"}),
     "_rms_norm_kernel": frozenset({"weight_ptr"}),
     "_sum_add_rms_norm_kernel": frozenset({"weight_ptr"}),
-    "_tile_kernel": frozenset({"weight_from"}),
+    "tile_kernel": frozenset({"weight_from"}),
     "paged_decode_kernel": frozenset({"items_ptr", "block_tables_ptr"}),
 }
 # They let the next kernel start when they have stored, not before.

@@ -17,7 +17,6 @@ from millstream.kernels.linear import (
     check_product,
     check_squares,
     operands,
-    row_squares,
 )
 from millstream.kernels.linear_configs import Tile
 from millstream.kernels.pdl import launch_dependents, wait
@@ -27,6 +26,7 @@ from millstream.kernels.qk_norm_rope_store import (
     normed,
     rotated,
 )
+from millstream.kernels.tile_kernel import row_squares
 
 
 # Indices may be slices: the kernel is not to be compiled again for an odd offset.
