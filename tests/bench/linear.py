@@ -26,9 +26,9 @@ from tests.bench.graph_timing import copy_bandwidth, graph_time
 from millstream.engine.model_files.model_config import ModelConfig
 from millstream.engine.model_files.shapes import named_shape
 from millstream.kernels.add_rms_norm import add_rms_norm
+from millstream.kernels.boxes import padded
 from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
 from millstream.kernels.linear_configs import Config, Tile, choose, fits
-from millstream.kernels.padding import padded
 from millstream.kernels.silu_mul import silu_mul
 
 BF16 = torch.bfloat16

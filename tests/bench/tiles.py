@@ -18,9 +18,9 @@ import torch
 from tests.bench.compilation import compile_in_parallel
 from tests.bench.graph_timing import graph_time
 
+from millstream.kernels.boxes import padded
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Config, Tile, choose, fits
-from millstream.kernels.padding import padded
 
 Shape = tuple[int, int]  # out_features, in_features
 SHAPES: dict[str, Shape] = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.paged_kv import PagedKV, check_rows, paged_kv, starts_of
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millstream.kernels import reference_attention
 from millstream.kernels.paged_decode import DecodeConfig, PagedDecode, choose_config
@@ -125,6 +127,26 @@ def test_tiles_of_which_a_block_has_several_or_a_part(
             device=device,
         )  # fmt: skip
         attend(paged, 5, config=config)
+
+
+def test_without_a_copy_engine_there_are_no_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same result."""
+    config = CONFIGS["heads-are-rows, tail apart"]
+    shape = {"num_kv_heads": 2, "head_dim": 16, "block_size": 64}
+    paged = paged_kv([300, 5, 64], **shape, dtype=torch.float32, device="cpu")
+    described: list[object] = []
+    describe = TensorDescriptor.from_tensor
+
+    def counted(*arguments: Any) -> Any:
+        described.append(arguments)
+        return describe(*arguments)
+
+    monkeypatch.setattr(TensorDescriptor, "from_tensor", counted)
+    attend(paged, 2, config=config)
+    assert len(described) == 2
+    monkeypatch.setattr("millstream.kernels.boxes.are_copied", lambda device: False)
+    attend(paged, 2, config=config)
+    assert len(described) == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
-from millstream.kernels.padding import padded
+from millstream.kernels.boxes import padded
 from millstream.kernels.pdl import launch_dependents, wait
 
 MAX_HIDDEN = 32768  # a row must fit one program's registers

@@ -20,9 +20,9 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millstream.kernels import pdl
+from millstream.kernels.boxes import padded, whole_tiles
 from millstream.kernels.gemv import PLAIN, RESIDUAL, SWIGLU, Norm, gemv
 from millstream.kernels.linear_configs import Config, Gemv, Tile, fits
-from millstream.kernels.padding import padded, whole_tiles
 from millstream.kernels.tile_kernel import tile_kernel
 
 _PARTIAL_ELEMENTS = 1 << 20

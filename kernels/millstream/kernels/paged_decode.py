@@ -15,14 +15,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from millstream.kernels import pdl
+from millstream.kernels import boxes, pdl
 from millstream.kernels.decode_configs import (
     DecodeConfig,
     choose_config,
     invariant_config,
     supports,
 )
-from millstream.kernels.padding import padded
 from millstream.kernels.paged_decode_kernel import paged_decode_kernel
 from millstream.kernels.work_list import FixedCut, WorkList
 
@@ -73,7 +72,8 @@ class PagedDecode:
         )
         self._repeat = fixed is not None
         # Of a loop without masks: a box has all tokens of its tile, and those lie in one block.
-        self._boxes = self.config.tail_apart and self.config.tile <= block_size
+        whole = self.config.tail_apart and self.config.tile <= block_size
+        self._boxes = whole and boxes.are_copied(device)
         self._query_shape = (num_heads, head_dim)
         self._cache_shape = (block_size, num_kv_heads, head_dim)
         self._dtype = dtype
@@ -116,7 +116,7 @@ class PagedDecode:
 
         key_cache, value_cache: [blocks, block_size, Hkv, D]. All contiguous, of one dtype.
         """
-        out = padded(*query.shape, like=query) if out is None else out
+        out = boxes.padded(*query.shape, like=query) if out is None else out
         tables = self._check(query, key_cache, value_cache, out)
         (num_heads, head_dim), num_kv_heads = self._query_shape, self._cache_shape[1]
         config = self.config

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.boxes import padded
 from millstream.kernels.decode_configs import supports
 from millstream.kernels.kv_tiles import block_ids, tile_offsets
-from millstream.kernels.padding import padded
 from millstream.kernels.pdl import launch_dependents, wait
 from millstream.kernels.prefill_configs import PrefillConfig, choose_config
 

@@ -61,9 +61,14 @@ def wait(PDL: tl.constexpr) -> None:
 
 def options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a kernel's launch: the constexpr PDL, and the launch's own attribute."""
-    if device.type == "cuda" and _supported(device.index):
+    if is_supported(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}  # the interpreter, and GPUs before Hopper
+
+
+def is_supported(device: torch.device) -> bool:
+    """Whether it is a GPU that has this: Hopper and later."""
+    return device.type == "cuda" and _supported(device.index)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
-from millstream.kernels.padding import padded
+from millstream.kernels.boxes import padded
 from millstream.kernels.pdl import launch_dependents, wait
 
 _WORDS_PER_WARP = 256

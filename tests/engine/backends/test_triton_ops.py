@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.tiny_models import make_tiny_model
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_sizes
 from millstream.engine.config import EngineConfig
@@ -314,6 +315,24 @@ def test_norms_are_folded_where_squares_are_handed_on(
     assert [norm.folded for norm in norms] == [folded] * 4
     assert [bool((norm.weight == 1).all()) for norm in norms] == [folded] * 4
     assert not model.norm.folded and not bool((model.norm.weight == 1).all())
+
+
+def test_a_gpu_without_a_copy_engine_loads_no_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Hopper loops over boxes would wait for each: cuBLAS multiplies, norms are apart."""
+    tile = Tile(block_m=16, block_n=16, block_k=32, stages=3)
+    products = [(256, 64), (64, 128)]
+    monkeypatch.setattr(linear_configs, "_MEASURED", dict.fromkeys(products, ((64, tile),)))
+    monkeypatch.setattr(linear_configs, "_HEADS", {(256, 64): ((64, tile),)})
+    monkeypatch.setattr("millstream.kernels.boxes.are_copied", lambda device: False)
+    monkeypatch.setattr(TensorDescriptor, "from_tensor", lambda *_: pytest.fail("a box"))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    make_tiny_model(tmp_path, intermediate_size=128, **heads)
+    torchs, tritons = (load_float16(tmp_path, name) for name in BACKENDS)
+    assert not tritons._steps.model.model.layers[0].input_layernorm.folded
+    expected, logits = logits_of_two_steps(torchs), logits_of_two_steps(tritons)
+    assert (logits - expected).abs().max() < 0.02 * expected.std()
 
 
 def norms_of(layer: Any) -> tuple[Any, Any]:

@@ -26,13 +26,13 @@ from millstream.engine.ops import SlotSampling, SlotState, Stream
 from millstream.engine.parallel import Group
 from millstream.engine.rope import RotaryEmbedding
 from millstream.engine.sampling import vocab_block
+from millstream.kernels import boxes
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
 from millstream.kernels.decode_state import DecodeInputs, SlotTables, advance_slots, read_slots
 from millstream.kernels.gemv import Norm
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
 from millstream.kernels.linear_configs import Config, Gemv, Tile, choose, choose_heads
-from millstream.kernels.padding import padded
 from millstream.kernels.paged_decode import (
     DecodeConfig,
     FixedCut,
@@ -109,7 +109,8 @@ class TritonOps:
         # Where products have tiles: they scale rows, of which the product before left the squares.
         gate_up = 2 * config.intermediate_size, config.hidden_size
         has_tiles = dtype.itemsize == 2 and isinstance(choose(_MANY_ROWS, *gate_up), Tile)
-        self._folds_norms = has_tiles and not invariant
+        self._has_boxes = boxes.are_copied(device)
+        self._folds_norms = has_tiles and self._has_boxes and not invariant
         self._decodes: dict[int, PagedDecode] = {}
         self.workspace = Workspace.create(device)
 
@@ -215,11 +216,15 @@ class TritonOps:
             tile = invariant_tile(len(x), *layer.weight.shape)
             assert tile is not None, "resolve refused what has none"
             return tile
-        return choose(len(x), *layer.weight.shape) if layer.bias is None else None
+        config = choose(len(x), *layer.weight.shape) if layer.bias is None else None
+        slow = isinstance(config, Tile) and config.stages and not self._has_boxes
+        return None if slow else config
 
     def heads_tile(self, x: Tensor, layer: Linear) -> Tile | None:
         """The tile of QKV's product and what follows in one kernel; None: in two."""
         if x.dtype is torch.float32 or self.invariant or layer.bias is not None:
+            return None
+        if not self._has_boxes:
             return None
         size, depth = layer.weight.shape
         return choose_heads(len(x), size, depth, self._head_dim)
@@ -297,7 +302,7 @@ class TritonStepOps:
         elif not self._num_chunk_tokens:
             attended = attention.decode(query, keys, values)
         else:
-            attended = padded(*query.shape, like=query)
+            attended = boxes.padded(*query.shape, like=query)
             chunks, decodes = slice(self._num_chunk_tokens), slice(self._num_chunk_tokens, None)
             attention.prefill(query[chunks], keys, values, attended[chunks])
             attention.decode(query[decodes], keys, values, attended[decodes])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from millstream.kernels import reference
+from millstream.kernels.boxes import padded, whole_tiles
 from millstream.kernels.linear import ScaledRows, Workspace, linear
 from millstream.kernels.linear_configs import Tile
-from millstream.kernels.padding import padded, whole_tiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
