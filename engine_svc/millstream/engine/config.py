@@ -55,7 +55,7 @@ class EngineConfig:
     max_num_seqs: int | None = _number(
         None,
         1,
-        1 << 16,
+        (1 << 16) - 1,  # a grid's second axis, in sampling
         "most sequences in one step; default: 256, or 1024 on GPUs of 70 GiB and more",
     )
     max_num_batched_tokens: int | None = _number(
