@@ -30,6 +30,7 @@ from tests.bench.prefill_candidates import prefill_candidates
 
 from millstream.client.workload import Workload
 from millstream.kernels import paged_prefill, reference_attention
+from millstream.kernels.heads import Heads
 from millstream.kernels.paged_decode import DecodeConfig, PagedDecode
 from millstream.kernels.prefill_configs import PrefillConfig
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -446,11 +447,20 @@ def bench_store(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]]:
         qkv = torch.randn(tokens, 32 * 128, device=buffer.device).to(BF16)
         positions = torch.arange(tokens, device=buffer.device) % 2048
         indices = torch.randperm(1024 * 64, device=buffer.device)[:tokens]
-        call = functools.partial(
-            qk_norm_rope_store, qkv, weight, weight, 1e-6, table[:, :64], table[:, 64:], positions,
-            indices, cache[0], cache[1], num_heads=16, num_kv_heads=8,
-        )  # fmt: skip
-        us = microseconds([call] * 20)
+        heads = Heads(
+            num_heads=16,
+            num_kv_heads=8,
+            q_weight=weight,
+            k_weight=weight,
+            eps=1e-6,
+            cos=table[:, :64],
+            sin=table[:, 64:],
+            positions=positions,
+            kv_indices=indices,
+            key_cache=cache[0],
+            value_cache=cache[1],
+        )
+        us = microseconds([functools.partial(qk_norm_rope_store, qkv, heads)] * 20)
         lines.append(f"store {tokens:5} tokens {us:.2f} us, {qkv.nbytes * 2 / us / 1e3:.0f} GB/s")
         records.append({"tokens": tokens, "us": us})
         print(lines[-1], flush=True)

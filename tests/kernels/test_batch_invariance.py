@@ -12,6 +12,7 @@ from tests.paged_kv import PagedKV, check_rows, paged_kv, starts_of
 
 from millstream.kernels import reference_attention
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
+from millstream.kernels.heads import Heads
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Tile, fits
@@ -288,10 +289,21 @@ def test_heads_normed_and_rotated(device: str, head_dim: int) -> None:
             for _ in range(2)
         )
         positions = torch.arange(tokens, device=device)[some]
-        query = qk_norm_rope_store(
-            qkv[some], *weights, 1e-6, cos, sin, positions, torch.arange(count, device=device),
-            keys, values, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        )  # fmt: skip
+        q_weight, k_weight = weights
+        heads = Heads(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=1e-6,
+            cos=cos,
+            sin=sin,
+            positions=positions,
+            kv_indices=torch.arange(count, device=device),
+            key_cache=keys,
+            value_cache=values,
+        )
+        query = qk_norm_rope_store(qkv[some], heads)
         return query, keys.flatten(0, 1)[:count], values.flatten(0, 1)[:count]
 
     whole = run(slice(0, tokens))

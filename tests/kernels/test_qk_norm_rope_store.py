@@ -9,6 +9,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from millstream.kernels import reference_attention
+from millstream.kernels.heads import Heads
 from millstream.kernels.qk_norm_rope_store import qk_norm_rope_store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -50,6 +51,11 @@ def inputs(
     }
 
 
+def run(arguments: dict[str, Any]) -> torch.Tensor:
+    rest = {name: value for name, value in arguments.items() if name != "qkv"}
+    return qk_norm_rope_store(arguments["qkv"], Heads(**rest))
+
+
 def check_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for the order of the norm's sum, which now and then moves a rounding."""
     step = torch.finfo(actual.dtype).eps
@@ -67,7 +73,7 @@ def check(arguments: dict[str, Any]) -> None:
     names = ("key_cache", "value_cache")
     copies = {name: arguments[name].clone() for name in names}
     expected = reference_attention.qk_norm_rope_store(**{**arguments, **copies})
-    actual = qk_norm_rope_store(**arguments)
+    actual = run(arguments)
     check_close(actual, expected)
     for name in names:
         check_close(arguments[name], copies[name])
@@ -88,9 +94,7 @@ def test_equals_the_oracle(
 def test_many_tokens(device: str) -> None:
     """And none at all."""
     check(inputs(80, (4, 2, 32), torch.float32, device, norm=True))
-    assert (
-        qk_norm_rope_store(**inputs(0, (4, 2, 32), torch.float32, device, norm=True)).numel() == 0
-    )
+    assert run(inputs(0, (4, 2, 32), torch.float32, device, norm=True)).numel() == 0
 
 
 def test_a_row_of_cos_and_sin_for_each_token(device: str) -> None:
@@ -112,7 +116,7 @@ def test_row_42_padding_rows_write_nothing(device: str) -> None:
     """Row 42: a negative index is a padding row; not even the last block is written."""
     arguments = inputs(5, (4, 2, 32), torch.float32, device, norm=True)
     arguments["kv_indices"].fill_(-1)
-    qk_norm_rope_store(**arguments)
+    run(arguments)
     for name in ("key_cache", "value_cache"):
         assert bool((arguments[name] == SENTINEL).all())
 
@@ -156,5 +160,5 @@ def test_bad_inputs_are_refused(device: str) -> None:
         ({"qkv": good["qkv"].half()}, "dtypes"),
     ):
         with pytest.raises(ValueError, match=says):
-            qk_norm_rope_store(**{**good, **changes})
+            run({**good, **changes})
     assert bool((good["key_cache"] == SENTINEL).all())

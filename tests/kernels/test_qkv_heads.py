@@ -9,6 +9,7 @@ import torch
 from tests.kernels.test_qk_norm_rope_store import SENTINEL, inputs
 
 from millstream.kernels import reference, reference_attention
+from millstream.kernels.heads import Heads
 from millstream.kernels.linear import ScaledRows
 from millstream.kernels.linear_configs import Tile
 from millstream.kernels.qkv_heads import qkv_heads
@@ -40,7 +41,7 @@ def check(given: dict[str, Any], scale: ScaledRows | None = None) -> None:
         x = x * (x.square().mean(1, keepdim=True) + scale.eps).rsqrt()
     qkv = reference.linear(x, given["weight"].double()).to(DTYPE)
     expected = reference_attention.qk_norm_rope_store(qkv, **rest, **copies)
-    actual = qkv_heads(given.pop("x"), given.pop("weight"), TILE, **given, scale=scale)
+    actual = qkv_heads(given.pop("x"), given.pop("weight"), TILE, Heads(**given), scale=scale)
     torch.testing.assert_close(actual, expected, rtol=4e-3, atol=2e-2)
     for name in names:
         torch.testing.assert_close(given[name], copies[name], rtol=4e-3, atol=2e-2)
@@ -87,7 +88,7 @@ def test_row_42_padding_rows_write_nothing(device: str) -> None:
 def test_tiles_that_do_not_fit(device: str, tile: Tile) -> None:
     given = arguments(4, device)
     with pytest.raises(ValueError, match="Tile"):
-        qkv_heads(given.pop("x"), given.pop("weight"), tile, **given)
+        qkv_heads(given.pop("x"), given.pop("weight"), tile, Heads(**given))
 
 
 def test_bad_inputs_are_refused(device: str) -> None:
@@ -109,5 +110,5 @@ def test_bad_inputs_are_refused(device: str) -> None:
     for rows, of, squares, says in cases:
         scale = None if squares is None else ScaledRows(squares=squares, eps=1e-6)
         with pytest.raises(ValueError, match=says):
-            qkv_heads(rows, of, TILE, **given, scale=scale)
+            qkv_heads(rows, of, TILE, Heads(**given), scale=scale)
     assert bool((given["key_cache"] == SENTINEL).all())

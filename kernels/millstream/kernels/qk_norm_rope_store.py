@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.heads import Heads
 from millstream.kernels.pdl import launch_dependents, wait
 
 _HEADS = 16  # of a program
@@ -139,65 +140,39 @@ def _qk_norm_rope_store_kernel(
     tl.store(to_value + HALF, raw_second, mask=stored & is_value[:, None])
 
 
-def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    kv_indices: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-) -> torch.Tensor:
+def qk_norm_rope_store(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
     """Returns the rotated query [T, Hq, D] and stores the rotated key and the value.
 
-    Args:
-        qkv: [T, (Hq + 2 Hkv) * D], rows of unit stride and any distance.
-        q_weight, k_weight: [D], RMSNorm's weights over each head of q and k; None: no norm.
-        cos, sin: [max_len, D / 2], the table that `positions` indexes, or [T, D / 2], a row for
-            each token, with positions None. Rows of unit stride and one distance, such as the
-            halves of one [max_len, D] table.
-        positions: [T] int64 or int32, inside the table.
-        kv_indices: [T] int64 or int32, block * block_size + offset; negative: nothing is stored.
-        key_cache, value_cache: [blocks, block_size, Hkv, D] of one layer, contiguous.
-
-    All floating-point tensors have one dtype and device; raises ValueError otherwise. Mutates the
-    two caches.
+    qkv: [T, (Hq + 2 Hkv) * D], rows of unit stride and any distance. Raises ValueError if it does
+    not fit `heads`, whose two caches are mutated.
     """
-    num_tokens, head_dim = qkv.shape[0], key_cache.shape[-1]
-    check_heads(qkv, qkv.shape[1], q_weight, k_weight, cos, sin, positions, kv_indices, key_cache,
-                value_cache, num_heads, num_kv_heads)  # fmt: skip
-    query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    if not num_tokens:
+    heads.check(qkv, qkv.shape[1])
+    query = heads.new_query(qkv)
+    if not len(qkv):
         return query
-    all_heads = num_heads + 2 * num_kv_heads
-    half_block = triton.next_power_of_2(head_dim // 2)
-    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, _HEADS))](
+    half_block = triton.next_power_of_2(heads.head_dim // 2)
+    all_heads = heads.num_heads + 2 * heads.num_kv_heads
+    _qk_norm_rope_store_kernel[(len(qkv), triton.cdiv(all_heads, _HEADS))](
         qkv,
-        q_weight if q_weight is not None else qkv,
-        k_weight if k_weight is not None else qkv,
-        cos,
-        sin,
-        positions if positions is not None else kv_indices,
-        kv_indices,
+        heads.q_weight if heads.q_weight is not None else qkv,
+        heads.k_weight if heads.k_weight is not None else qkv,
+        heads.cos,
+        heads.sin,
+        heads.positions if heads.positions is not None else heads.kv_indices,
+        heads.kv_indices,
         query,
-        key_cache,
-        value_cache,
+        heads.key_cache,
+        heads.value_cache,
         qkv.stride(0),
-        cos.stride(0),
-        eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
+        heads.cos.stride(0),
+        heads.eps,
+        NUM_HEADS=heads.num_heads,
+        NUM_KV_HEADS=heads.num_kv_heads,
+        HEAD_DIM=heads.head_dim,
         HALF_BLOCK=half_block,
         HEADS=_HEADS,
-        NORM=q_weight is not None,
-        TABLE=positions is not None,
+        NORM=heads.q_weight is not None,
+        TABLE=heads.positions is not None,
         num_warps=num_warps_for(half_block),
         **KEEP_ROUNDING,
         **pdl.options(qkv.device),
@@ -207,53 +182,3 @@ def qk_norm_rope_store(
 
 def num_warps_for(half_block: int) -> int:
     return max(1, min(_MAX_WARPS, _HEADS * half_block // _ELEMENTS_PER_WARP))
-
-
-def check_heads(
-    x: torch.Tensor,
-    width: int,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    kv_indices: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-) -> None:
-    """Raises ValueError unless the heads of a projection [T, width], for which x [T, ..] stands,
-    can be normed, rotated and stored so."""
-    num_tokens, head_dim = x.shape[0], key_cache.shape[-1]
-    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape or head_dim % 2:
-        shapes = tuple(key_cache.shape), tuple(value_cache.shape)
-        raise ValueError(f"caches have shapes {shapes}, not [blocks, block_size, Hkv, D], D even")
-    if key_cache.shape[2] != num_kv_heads or not 0 < num_kv_heads <= num_heads:
-        raise ValueError(f"{num_heads} heads, {num_kv_heads} KV heads, {key_cache.shape[2]} cached")
-    if x.dim() != 2 or width != (num_heads + 2 * num_kv_heads) * head_dim:
-        raise ValueError(f"qkv is {width} wide, not {num_heads} + 2 * {num_kv_heads} heads")
-    if kv_indices.shape != (num_tokens,) or (
-        positions is not None and positions.shape != (num_tokens,)
-    ):
-        raise ValueError("positions and kv_indices must have one entry for each token")
-    rows = cos.shape[0] if positions is not None else num_tokens
-    if cos.shape != (rows, head_dim // 2) or cos.shape != sin.shape:
-        raise ValueError(f"cos, sin have shapes {tuple(cos.shape)}, {tuple(sin.shape)}")
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight must both be given or both be None")
-    weights = [w for w in (q_weight, k_weight) if w is not None]
-    if any(weight.shape != (head_dim,) for weight in weights):
-        raise ValueError(f"q_weight and k_weight must have shape [{head_dim}]")
-    floats = [x, *weights, cos, sin, key_cache, value_cache]
-    if len({tensor.dtype for tensor in floats}) != 1 or not x.is_floating_point():
-        raise ValueError(f"dtypes differ: {[tensor.dtype for tensor in floats]}")
-    indices = [kv_indices] if positions is None else [kv_indices, positions]
-    if any(index.dtype not in (torch.int32, torch.int64) for index in indices):
-        raise ValueError("positions and kv_indices must be int32 or int64")
-    if len({tensor.device for tensor in (*floats, *indices)}) != 1:
-        raise ValueError("the tensors are on different devices")
-    if cos.stride(0) != sin.stride(0) or any(t.stride(-1) != 1 for t in (*floats, *indices)):
-        raise ValueError("rows must have unit stride, and cos and sin the same distance of rows")
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
-        raise ValueError("key_cache and value_cache must be contiguous")

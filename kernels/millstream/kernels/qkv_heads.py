@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from millstream.kernels import pdl
+from millstream.kernels.heads import Heads
 from millstream.kernels.linear import (
     ScaledRows,
     check_product,
@@ -22,7 +23,6 @@ from millstream.kernels.linear_configs import Tile
 from millstream.kernels.pdl import launch_dependents, wait
 from millstream.kernels.qk_norm_rope_store import (
     KEEP_ROUNDING,
-    check_heads,
     normed,
     rotated,
 )
@@ -117,61 +117,49 @@ def qkv_heads(
     x: torch.Tensor,
     weight: torch.Tensor,
     tile: Tile,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    kv_indices: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    heads: Heads,
     *,
-    num_heads: int,
-    num_kv_heads: int,
     scale: ScaledRows | None = None,
 ) -> torch.Tensor:
-    """qk_norm_rope_store, whose arguments and result these are, of qkv = x weight^T.
+    """qk_norm_rope_store, whose result this is, of qkv = x weight^T.
 
     x: [T, K], at least one row; weight: [(Hq + 2 Hkv) * D, K]; as in linear.linear. tile: with
     stages, a head (D) wide, K not split. scale: RMSNorm without weight of x, as in linear.linear.
     Raises ValueError for others.
     """
     (num_rows, depth), size = x.shape, weight.shape[0]
-    check_heads(x, size, q_weight, k_weight, cos, sin, positions, kv_indices, key_cache,
-                value_cache, num_heads, num_kv_heads)  # fmt: skip
-    head_dim = key_cache.shape[-1]
-    if tile.block_n != head_dim or not tile.stages or tile.split_k != 1:
-        raise ValueError(f"{tile} is not for heads of {head_dim}")
+    heads.check(x, size)
+    if tile.block_n != heads.head_dim or not tile.stages or tile.split_k != 1:
+        raise ValueError(f"{tile} is not for heads of {heads.head_dim}")
     check_product(x, weight, tile)
     check_squares(x, weight, tile, False, scale, None)
-    query = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
-    _qkv_heads_kernel[(triton.cdiv(num_rows, tile.block_m) * (size // head_dim),)](
+    query = heads.new_query(x)
+    _qkv_heads_kernel[(triton.cdiv(num_rows, tile.block_m) * (size // tile.block_n),)](
         *operands(x, weight, tile, swiglu=False),
         None if scale is None else scale.squares,
-        q_weight if q_weight is not None else x,
-        k_weight if k_weight is not None else x,
-        cos,
-        sin,
-        positions if positions is not None else kv_indices,
-        kv_indices,
+        heads.q_weight if heads.q_weight is not None else x,
+        heads.k_weight if heads.k_weight is not None else x,
+        heads.cos,
+        heads.sin,
+        heads.positions if heads.positions is not None else heads.kv_indices,
+        heads.kv_indices,
         query,
-        key_cache,
-        value_cache,
+        heads.key_cache,
+        heads.value_cache,
         0.0 if scale is None else scale.eps,
-        eps,
+        heads.eps,
         num_rows,
-        cos.stride(0),
+        heads.cos.stride(0),
         K=depth,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
+        NUM_HEADS=heads.num_heads,
+        NUM_KV_HEADS=heads.num_kv_heads,
+        HEAD_DIM=heads.head_dim,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
         STAGES=tile.stages,
         SCALES=0 if scale is None else scale.squares.shape[1],
-        NORM=q_weight is not None,
-        TABLE=positions is not None,
+        NORM=heads.q_weight is not None,
+        TABLE=heads.positions is not None,
         num_warps=tile.num_warps,
         **KEEP_ROUNDING,
         **pdl.options(x.device),

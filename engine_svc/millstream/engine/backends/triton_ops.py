@@ -30,6 +30,7 @@ from millstream.kernels import boxes
 from millstream.kernels.add_rms_norm import add_rms_norm, rms_norm
 from millstream.kernels.decode_state import DecodeInputs, SlotTables, advance_slots, read_slots
 from millstream.kernels.gemv import Norm
+from millstream.kernels.heads import Heads
 from millstream.kernels.invariant_tiles import invariant_tile
 from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
 from millstream.kernels.linear_configs import Config, Gemv, Tile, choose, choose_heads
@@ -319,34 +320,26 @@ class TritonStepOps:
     ) -> Tensor:
         """[n, Hq, D]; key and value are in the cache then."""
         ops = self._ops
-        q_weight, k_weight, eps = None, None, 0.0
-        if head_norms is not None:
-            q_weight, k_weight, eps = *(each.weight for each in head_norms), head_norms[0].eps
-        heads = (q_weight, k_weight, eps, self._cos, self._sin, self._rows, self._kv_indices)
-        num_heads, num_kv_heads = ops.num_heads, ops.num_kv_heads
+        q_norm, k_norm = head_norms or (None, None)
+        heads = Heads(
+            num_heads=ops.num_heads,
+            num_kv_heads=ops.num_kv_heads,
+            q_weight=q_norm.weight if q_norm else None,
+            k_weight=k_norm.weight if k_norm else None,
+            eps=q_norm.eps if q_norm else 0.0,
+            cos=self._cos,
+            sin=self._sin,
+            positions=self._rows,
+            kv_indices=self._kv_indices,
+            key_cache=keys,
+            value_cache=values,
+        )
         tile = ops.heads_tile(stream.residual, projection)
         if tile is None:
-            return qk_norm_rope_store(
-                self.norm_linear(stream, norm, projection),
-                *heads,
-                keys,
-                values,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-            )
+            return qk_norm_rope_store(self.norm_linear(stream, norm, projection), heads)
         x, scale = _rows(stream, norm, tile)
         assert not isinstance(scale, Norm)
-        return qkv_heads(
-            x,
-            projection.weight,
-            tile,
-            *heads,
-            keys,
-            values,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            scale=scale,
-        )
+        return qkv_heads(x, projection.weight, tile, heads, scale=scale)
 
 
 def _tables(state: SlotState) -> SlotTables:
