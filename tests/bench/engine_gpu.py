@@ -174,6 +174,8 @@ PLAIN: dict[str, Any] = {"temperature": 0.6, "ignore_eos": True, "max_tokens": S
 
 
 def bare(llm: LLM) -> None:
+    while llm._core.prepare_ahead():  # each size in its own graph, not in one that stands in for it
+        pass
     times = {}
     for batch in (1, 4, 8, 16, 32, 48, 64, 72, 96, 128, 136, 160, 192, 224, 256):
         if batch > llm.info.max_num_seqs:
