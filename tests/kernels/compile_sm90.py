@@ -160,7 +160,7 @@ def linear_job(
     pieces = linear.num_pieces(size, config) if residual and folded else 0
     pointers = (F32 if pieces else None, F32 if scales else None, F32, I32)
     arguments = (*loaded, residual, BF16, *pointers, 1e-6, rows, *strides)
-    constants |= {"BLOCK_M": config.block_m, "SPLIT_K": config.split_k}
+    constants |= {"BLOCK_M": config.block_m, "SPLIT_K": config.split_k, "ACROSS": config.across}
     return (
         tile_kernel.tile_kernel,
         arguments,
@@ -185,6 +185,7 @@ def heads_job(rows: int, size: int, depth: int, tile: Tile, scales: int) -> Job:
         "HEAD_DIM": tile.block_n,
         "BLOCK_M": tile.block_m,
         "BLOCK_K": tile.block_k,
+        "ACROSS": tile.across,
         "STAGES": tile.stages,
         "SCALES": scales,
         "NORM": True,

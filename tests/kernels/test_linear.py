@@ -22,6 +22,7 @@ SMALL: list[tuple[int, Config]] = [
     (33, Tile(block_m=16, block_n=32, block_k=64, split_k=2)),
     (20, Tile(block_m=32, block_n=16, block_k=64, stages=3)),
     (70, Tile(block_m=64, block_n=32, block_k=64, stages=4, split_k=3)),
+    (70, Tile(block_m=16, block_n=32, block_k=64, stages=3, split_k=3, across=True)),
 ]
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

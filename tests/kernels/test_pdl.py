@@ -14,7 +14,7 @@ import millstream.kernels.pdl
 
 FOLDER = Path(millstream.kernels.pdl.__file__).parent
 # They compute from values alone, or from where a program is.
-HARMLESS = {"cdiv", "next_power_of_2", "weight_rows", "launch_dependents"}
+HARMLESS = {"cdiv", "next_power_of_2", "weight_rows", "tile_of", "launch_dependents"}
 
 
 class Early:

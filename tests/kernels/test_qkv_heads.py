@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def arguments(rows: int, device: str, *, norm: bool = True) -> dict[str, Any]:
     return {"x": x.to(device, DTYPE), "weight": weight.to(device, DTYPE), **made}
 
 
-def check(given: dict[str, Any], scale: ScaledRows | None = None) -> None:
+def check(given: dict[str, Any], scale: ScaledRows | None = None, tile: Tile = TILE) -> None:
     names = ("key_cache", "value_cache")
     copies = {name: given[name].clone() for name in names}
     rest = {key: value for key, value in given.items() if key not in ("x", "weight", *names)}
@@ -41,17 +42,18 @@ def check(given: dict[str, Any], scale: ScaledRows | None = None) -> None:
         x = x * (x.square().mean(1, keepdim=True) + scale.eps).rsqrt()
     qkv = reference.linear(x, given["weight"].double()).to(DTYPE)
     expected = reference_attention.qk_norm_rope_store(qkv, **rest, **copies)
-    actual = qkv_heads(given.pop("x"), given.pop("weight"), TILE, Heads(**given), scale=scale)
+    actual = qkv_heads(given.pop("x"), given.pop("weight"), tile, Heads(**given), scale=scale)
     torch.testing.assert_close(actual, expected, rtol=4e-3, atol=2e-2)
     for name in names:
         torch.testing.assert_close(given[name], copies[name], rtol=4e-3, atol=2e-2)
         assert torch.equal(given[name] == SENTINEL, copies[name] == SENTINEL)
 
 
+@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("rows", [1, 16, 37])
-def test_equals_the_oracle(device: str, rows: int, norm: bool) -> None:
-    check(arguments(rows, device, norm=norm))
+def test_equals_the_oracle(device: str, rows: int, norm: bool, across: bool) -> None:
+    check(arguments(rows, device, norm=norm), tile=replace(TILE, across=across))
 
 
 def test_a_row_of_cos_and_sin_for_each_token(device: str) -> None:

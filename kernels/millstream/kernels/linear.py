@@ -114,6 +114,7 @@ def linear(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
+        ACROSS=config.across,
         STAGES=config.stages,
         PIECES=0 if squares is None else squares.shape[1],
         SCALES=0 if scale is None else scale.squares.shape[1],

@@ -31,6 +31,7 @@ class Tile:
     num_warps: int = 4
     stages: int = 0
     split_k: int = 1
+    across: bool = False  # neighbours share rows of x, not of the weight
 
 
 Config = Gemv | Tile
@@ -60,7 +61,7 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config | None], ...]] = {
         (192, Tile(block_m=64, block_n=64, block_k=64, stages=4)),
         (256, Tile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=5)),
         (512, None),
-        (_MANY, Tile(block_m=128, block_n=128, block_k=64, stages=3)),
+        (_MANY, Tile(block_m=128, block_n=128, block_k=64, stages=3, across=True)),
     ),
     # down
     (1024, 3072): (
@@ -83,7 +84,7 @@ _HEADS: dict[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
         (128, None),
         (256, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
         (512, None),
-        (_MANY, Tile(block_m=128, block_n=128, block_k=64, stages=3)),
+        (_MANY, Tile(block_m=128, block_n=128, block_k=64, stages=3, across=True)),
     ),
 }
 _ONE_ROW = (Gemv(block_n=4), Gemv(block_n=4, block_k=512))

@@ -26,7 +26,7 @@ from millstream.kernels.qk_norm_rope_store import (
     normed,
     rotated,
 )
-from millstream.kernels.tile_kernel import row_squares
+from millstream.kernels.tile_kernel import row_squares, tile_of
 
 
 # Indices may be slices: the kernel is not to be compiled again for an odd offset.
@@ -57,18 +57,17 @@ def _qkv_heads_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ACROSS: tl.constexpr,
     STAGES: tl.constexpr,
     SCALES: tl.constexpr,
     NORM: tl.constexpr,
     TABLE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """SCALES: as in linear.py."""
+    """ACROSS, SCALES: as in tile_kernel.py."""
     launch_dependents(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    tile_m = tl.program_id(0) % tiles_m
-    head = tl.program_id(0) // tiles_m
+    tile_m, head, _ = tile_of(num_rows, BLOCK_M, NUM_HEADS + 2 * NUM_KV_HEADS, ACROSS)
     token = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (token < num_rows)[:, None]
     m = token % num_rows
@@ -156,6 +155,7 @@ def qkv_heads(
         HEAD_DIM=heads.head_dim,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
+        ACROSS=tile.across,
         STAGES=tile.stages,
         SCALES=0 if scale is None else scale.squares.shape[1],
         NORM=heads.q_weight is not None,

@@ -49,6 +49,22 @@ def _store_tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def tile_of(
+    num_rows: tl.tensor, BLOCK_M: tl.constexpr, TILES_N: tl.constexpr, ACROSS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A program's tile of M and of N, and its part of K. Neighbours share a tile's weights; ACROSS:
+    its rows of x."""
+    program = tl.program_id(0)
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tile = program % (tiles_m * TILES_N)
+    if ACROSS:
+        tile_m, tile_n = tile // TILES_N, tile % TILES_N
+    else:
+        tile_m, tile_n = tile % tiles_m, tile // tiles_m
+    return tile_m, tile_n, program // (tiles_m * TILES_N)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def row_squares(scale_ptr: tl.tensor, m: tl.tensor, SCALES: tl.constexpr) -> tl.tensor:
     """The sums of squares [rows, at least SCALES] of rows m."""
     piece = tl.arange(0, triton.next_power_of_2(SCALES))
@@ -78,6 +94,7 @@ def tile_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    ACROSS: tl.constexpr,
     STAGES: tl.constexpr,
     PIECES: tl.constexpr,
     SCALES: tl.constexpr,
@@ -94,12 +111,7 @@ def tile_kernel(
     launch_dependents(PDL)
     PART: tl.constexpr = K // SPLIT_K
     CHUNKS: tl.constexpr = PART // BLOCK_K
-    #  program = (part * tiles of N + tile of N) * tiles of M + tile of M: those that share weights
-    #  are neighbours
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    tile_m = tl.program_id(0) % tiles_m
-    tile_n = tl.program_id(0) // tiles_m % (N // BLOCK_N)
-    part = tl.program_id(0) // tiles_m // (N // BLOCK_N)
+    tile_m, tile_n, part = tile_of(num_rows, BLOCK_M, N // BLOCK_N, ACROSS)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the last row it goes on at the first: masks slow a full tile down, and were it all the
     # last row, all programs would wait for one line of the L2. A descriptor's boxes end with 0.
@@ -147,7 +159,7 @@ def tile_kernel(
     if SCALES > 0:
         sums *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
     if SPLIT_K > 1:
-        tile = tile_n * tiles_m + tile_m
+        tile = tl.program_id(0) % (tl.num_programs(0) // SPLIT_K)
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         partials = partial_ptr + tile * (SPLIT_K * BLOCK_M * BLOCK_N) + at
         tl.store(partials + part * (BLOCK_M * BLOCK_N), sums)
