@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_size
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.core_process import Commands, next_command
-from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes, stand_in
+from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes, stand_ins
 from millstream.engine.records import AskStats
 from millstream.engine.stepping.batch_layout import BatchLayout
 
@@ -72,20 +74,22 @@ def test_the_rest_is_recorded_one_by_one_those_that_stand_in_for_others_first() 
     assert sorted(seen) == batch_sizes(160)
 
 
-@pytest.mark.parametrize("largest", [1, 3, 16, 20, 33, 64, 65, 200, 256, 300, 1000])
+@pytest.mark.parametrize("largest", [1, 2, 3, 16, 17, 20, 33, 64, 65, 200, 257, 300, 1000])
 def test_what_stands_in_for_a_size(largest: int) -> None:
-    def kernels_of(size: int) -> int:
-        return (size > 4) + (size > 90)
+    def kernels_of(size: int) -> bool:
+        return 4 < size <= 40 or size > 90  # as attention's: what is left is chosen again
 
     sizes = batch_sizes(largest)
     for size in sizes:
-        other = stand_in(size, sizes, kernels_of)
-        assert other in sizes and other >= size and kernels_of(other) == kernels_of(size)
-        assert stand_in(other, sizes, kernels_of) == other, "it has a graph of its own at once"
-        assert other == 1 if size == 1 else other <= 16 if size <= 16 else other - size < 64
+        others = stand_ins(size, sizes, kernels_of)
+        assert others[0] == size and others == sorted(others) and {*others} <= {*sizes}
+        assert {kernels_of(other) for other in others} == {kernels_of(size)}
+        last = others[-1]
+        assert stand_ins(last, sizes, kernels_of) == [last], "it has a graph of its own at once"
+        assert last == 1 if size == 1 else last <= 16 if size <= 16 else last - size < 64
     if largest == 300:
-        stand_ins = sorted({stand_in(size, sizes, kernels_of) for size in sizes})
-        assert stand_ins == [1, 4, 16, 64, 88, 128, 192, 256, 300]
+        last_ones = sorted({stand_ins(size, sizes, kernels_of)[-1] for size in sizes})
+        assert last_ones == [1, 4, 16, 40, 64, 88, 128, 192, 256, 300]
 
 
 def test_a_size_without_a_graph_takes_a_larger_ones_until_it_is_used_often() -> None:
@@ -106,6 +110,52 @@ def test_a_size_without_a_graph_takes_a_larger_ones_until_it_is_used_often() -> 
     assert seen == [128, 1, 64, 40, 64], "each kind has its own"
     own: Any = graphs._graph(40, Kind.PLAIN)
     assert own.replays == 2, "the smallest that there is"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("largest", [3, 33, 70, 300])
+def test_any_batches_in_any_order(largest: int, seed: int) -> None:
+    """Layouts that come again, of any kind, between recordings: the smallest graph that there is of
+    those alike, the batch in it, at most one recording a step, and after 256 steps its own."""
+    randoms = random.Random(seed)
+    sizes = batch_sizes(largest)
+
+    def alike(size: int) -> tuple[int, int]:
+        """Kernels, some chosen again for larger sizes, and tiles."""
+        return size // 24 % 2, 0 if size == 1 else 1 if size <= 16 else 2 + (size - 1) // 64
+
+    graphs = DecodeGraphs(
+        lambda slots, kind: slots,
+        FakeGraph,
+        sizes=sizes,
+        kernels_of=lambda size: alike(size)[0],
+        padding_slot=largest,
+        device=CPU,
+    )
+    recorded: dict[tuple[int, Kind], Any] = graphs._graphs  # type: ignore[assignment]
+    graphs.record(lambda: False)
+    layouts = [batch_of(randoms.randint(1, largest)) for _ in range(6)]
+    steps: Counter[tuple[int, Kind]] = Counter()
+    for _ in range(4000):
+        if randoms.random() < 0.002:
+            graphs.record_next()
+        layout, kind = randoms.choice(layouts), randoms.choice([*Kind])
+        batch = len(layout.slots)
+        own = min(size for size in sizes if size >= batch)
+        before = {key: graph.replays for key, graph in recorded.items()}
+        assert graphs(layout, kind).tolist() == list(range(batch))
+        ((size, taken),) = (k for k, g in recorded.items() if g.replays != before.get(k, 0))
+        assert recorded[size, taken].output.tolist() == [*range(batch), *[largest] * (size - batch)]
+        assert taken is kind and size >= own and alike(size) == alike(own)
+        assert not [
+            s for s, k in before if k is kind and own <= s < size and alike(s) == alike(own)
+        ]
+        steps[own, kind] += 1
+        assert size == own or steps[own, kind] <= 256
+        assert len(recorded) <= len(before) + 1
+    while graphs.record_next():
+        pass
+    assert {size for size, kind in recorded if kind is Kind.PLAIN} == {*sizes}
 
 
 def test_what_fills_up_a_batch_is_the_padding_slot_whichever_graph_it_takes() -> None:

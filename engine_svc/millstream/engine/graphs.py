@@ -5,7 +5,8 @@ Its only input is which slots decode, in a buffer on the device that is written 
 changes. Graphs are recorded largest first into one memory pool, which the others then fit in.
 
 Recording takes as long as five steps or ten, while what fills up the products' tiles costs hardly
-anything. So until a size has a graph, the largest with the same kernels and tiles stands in for it.
+anything. So until a size has a graph, a larger one with the same kernels and tiles stands in: the
+smallest that is recorded, or else the largest, which then is.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ def batch_sizes(largest: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
-def stand_in(size: int, sizes: Sequence[int], kernels_of: Callable[[int], Hashable]) -> int:
-    """Of `sizes` the largest whose step launches the kernels of that of `size`, and whose products
-    have as many tiles."""
+def stand_ins(size: int, sizes: Sequence[int], kernels_of: Callable[[int], Hashable]) -> list[int]:
+    """Of `sizes`, ascending from `size` on, those whose step launches the same kernels, and whose
+    products have as many tiles. One sequence has only itself: its products are kernels for a row.
+    """
     if size == 1:
-        return 1
+        return [1]
     rows = _FEW_ROWS if size <= _FEW_ROWS else -(-size // _TILE_ROWS) * _TILE_ROWS
     kernels = kernels_of(size)
-    return max(s for s in sizes if size <= s <= rows and kernels_of(s) == kernels)
+    return [s for s in sizes if size <= s <= rows and kernels_of(s) == kernels]
 
 
 class DecodeGraphs:
@@ -94,8 +96,8 @@ class DecodeGraphs:
         self._padding_slot = padding_slot
         self._graphs: dict[tuple[int, Kind], Graph] = {}
         self._uses: Counter[tuple[int, Kind]] = Counter()  # of stand-ins, by whom they stood in for
-        self._stand_ins = {size: stand_in(size, sizes, kernels_of) for size in sizes}
-        order = sizes[-1], sizes[0], *self._stand_ins.values(), *sizes
+        self._stand_ins = {size: stand_ins(size, sizes, kernels_of) for size in sizes}
+        order = sizes[-1], sizes[0], *(each[-1] for each in self._stand_ins.values()), *sizes
         self._order = tuple(dict.fromkeys(order))
         self._slots = torch.full((sizes[-1],), padding_slot, device=device)
         self._layout: BatchLayout | None = None  # whose slots are in the buffer
@@ -132,9 +134,8 @@ class DecodeGraphs:
         if (size, kind) in self._graphs or self._uses[size, kind] == _MANY_STEPS:
             return size
         self._uses[size, kind] += 1
-        largest = self._stand_ins[size]
-        recorded = (s for s in self._sizes if size < s <= largest and (s, kind) in self._graphs)
-        return next(recorded, largest)
+        stand_ins = self._stand_ins[size]
+        return next((other for other in stand_ins if (other, kind) in self._graphs), stand_ins[-1])
 
     def _graph(self, size: int, kind: Kind) -> Graph:
         graph = self._graphs.get((size, kind))

@@ -87,7 +87,8 @@ class SlotOps(Protocol):
     holds besides the model."""
 
     def kernels_of(self, num_sequences: int) -> Hashable:
-        """The same for two sizes of a step that launches the same kernels, grids apart."""
+        """The same for two sizes of a step that launch the same kernels, grids apart, if their
+        products have as many tiles (graphs.stand_ins). What cuBLAS takes is its own affair."""
 
     def read(self, slots: Tensor, state: SlotState, embedding: Tensor | None) -> DecodeInputs:
         """What the model reads when `slots` [n] compute a token each; their embeddings among it if

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,18 @@ import torch
 from tests.tiny_models import make_tiny_model
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from millstream.engine.backends.triton_ops import TritonOps
 from millstream.engine.chunk_graphs import ChunkGraphs, decode_sizes, token_sizes
 from millstream.engine.config import EngineConfig
 from millstream.engine.core import EngineCore
-from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes
+from millstream.engine.graphs import DecodeGraphs, Kind, batch_sizes, stand_ins
+from millstream.engine.model_files.model_config import ModelConfig
+from millstream.engine.model_files.shapes import named_shape
 from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Request, Sampling
 from millstream.engine.runner import ModelRunner, create
 from millstream.kernels import linear_configs
-from millstream.kernels.linear_configs import Tile
+from millstream.kernels.linear_configs import Config, Tile
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [9] * 17, list(range(3, 40)), [100], [5, 6, 7, 8]]
@@ -164,6 +168,48 @@ def test_row_40_the_largest_batch_has_a_size(largest: int) -> None:
     for batch in range(1, largest + 1):
         size = next(size for size in sizes if size >= batch)
         assert size - batch < (2 if batch <= 4 else 8 if batch <= 256 else 16)
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-14b", "llama-3.2-1b"])
+def test_sizes_that_stand_in_for_each_other_launch_the_same_kernels(model: str) -> None:
+    """Products as many tiles of one configuration, attention with one."""
+    config, sizes = named_shape(model), batch_sizes(1024)
+    assert config is not None
+    ops = TritonOps(
+        config,
+        batch_sizes=sizes,
+        block_size=64,
+        max_model_len=4096,
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    launched = {size: launches(ops, config, size) for size in sizes}
+    for size in sizes:
+        for other in stand_ins(size, sizes, ops.kernels_of):
+            assert launched[other] == launched[size], (size, other)
+    assert len({*launched.values()}) > 2
+
+
+def launches(ops: TritonOps, config: ModelConfig, size: int) -> tuple[Any, ...]:
+    """Configurations of a decode step's kernels, None where cuBLAS multiplies, and tiles of M."""
+    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
+    qkv = attended + 2 * config.num_kv_heads * config.head_dim
+    gate_up = 2 * config.intermediate_size
+    found: list[Config | None] = []
+    for weight in (
+        (qkv, hidden),
+        (hidden, attended),
+        (gate_up, hidden),
+        (hidden, config.intermediate_size),
+        (config.vocab_size, hidden),
+    ):
+        layer: Any = SimpleNamespace(weight=torch.empty(weight, device="meta"), bias=None)
+        x = torch.empty(size, weight[1], dtype=torch.bfloat16, device="meta")
+        found += ops.config_for(x, layer), ops.heads_tile(x, layer)
+    attention = ops.decode_for(size)
+    ops._decodes.clear()  # its workspaces
+    tiles = [-(-size // each.block_m) if isinstance(each, Tile) else 0 for each in found]
+    return *found, *tiles, attention.config
 
 
 def test_row_42_padding_rows_touch_nothing_but_scratch(folder: Path) -> None:

@@ -135,7 +135,7 @@ class TritonOps:
         return self
 
     def kernels_of(self, num_sequences: int) -> DecodeConfig:
-        """Attention's: those of products differ between multiples of a tile's rows alone."""
+        """Attention's: products change theirs only between numbers of tiles."""
         shape = self.num_heads, self.num_kv_heads, self._head_dim, self._dtype
         return choose_config(num_sequences, *shape)
 
