@@ -258,6 +258,7 @@ def test_bad_inputs_are_refused(device: str) -> None:
     x, weight, residual = tensors(16, 64, 256, device)
     workspace = Workspace.create(torch.device(device))
     config = Tile(block_m=16, block_n=32, block_k=64, split_k=2)
+    boxes = Tile(block_m=16, block_n=32, block_k=64, stages=3)
     short = Norm(weight=weight[0, :9], eps=1e-6)
     cases = [
         ((x[0], weight, config), {}, "not \\[M, K\\]"),
@@ -268,6 +269,7 @@ def test_bad_inputs_are_refused(device: str) -> None:
         ((x, weight, Tile(block_m=16, block_n=32, block_k=32)), {}, "fit"),
         ((x.float(), weight.float(), config), {}, "dtypes"),
         ((x, weight.T.contiguous().T, config), {}, "contiguous"),
+        ((x[:1].expand(16, -1), weight, boxes), {}, "each at another"),
         ((x, weight, config), {"residual": residual[:4]}, "residual"),
         ((x, weight, config), {"residual": residual, "swiglu": True}, "residual"),
         ((x, weight, config), {"residual": residual.float()}, "residual"),

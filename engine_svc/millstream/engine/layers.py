@@ -159,8 +159,8 @@ class RMSNorm(Layer):
         self.folded = False  # the weight is ones, what it was is in the projection behind it
 
     def fold_into(self, layer: Linear) -> None:
-        """Multiplies a projection's columns by the weight, once: it scales then what is summed up
-        behind the norm, where rows are many scalars and the norm is one number each."""
+        """Multiplies the columns of the projection behind the norm by the weight, once, which is
+        ones from then on: what is left of the norm is one factor for each row."""
         layer.weight.detach().mul_(self.weight)
         self.weight.detach().fill_(1)
         self.folded = True

@@ -72,9 +72,9 @@ def linear(
     product that has no SwiGLU.
 
     x: [M, K]; weight: [N, K], contiguous; bfloat16 or float16, all of one dtype, rows of unit
-    stride; for tiles with stages x's rows begin at multiples of 16 bytes. For SwiGLU the weight's
-    first half is gate, the second up. config: of
-    linear_configs.choose. Raises ValueError if the shapes are not the configuration's.
+    stride; for tiles with stages x's rows begin at multiples of 16 bytes, each at another. For
+    SwiGLU the weight's first half is gate, the second up. config: of linear_configs.choose. Raises
+    ValueError if the shapes are not the configuration's.
     """
     check_product(x, weight, config)
     _check_beside(x, weight, config, residual, swiglu, norm)
@@ -153,8 +153,9 @@ def check_product(x: torch.Tensor, weight: torch.Tensor, config: Config) -> None
         raise ValueError(f"dtypes: {x.dtype}, {weight.dtype}")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("x must have unit stride along K, and weight be contiguous")
-    if isinstance(config, Tile) and config.stages and (x.data_ptr() | x.stride(0) * 2) % 16:
-        raise ValueError("x and its rows must begin at multiples of 16 bytes")
+    has_boxes = isinstance(config, Tile) and config.stages > 0
+    if has_boxes and ((x.data_ptr() | x.stride(0) * 2) % 16 or not x.stride(0)):
+        raise ValueError("x and its rows must begin at multiples of 16 bytes, each at another")
 
 
 def _check_beside(

@@ -13,19 +13,10 @@ import triton.language as tl
 
 from millstream.kernels import pdl
 from millstream.kernels.heads import Heads
-from millstream.kernels.linear import (
-    ScaledRows,
-    check_product,
-    check_squares,
-    operands,
-)
+from millstream.kernels.linear import ScaledRows, check_product, check_squares, operands
 from millstream.kernels.linear_configs import Tile
 from millstream.kernels.pdl import launch_dependents, wait
-from millstream.kernels.qk_norm_rope_store import (
-    KEEP_ROUNDING,
-    normed,
-    rotated,
-)
+from millstream.kernels.qk_norm_rope_store import KEEP_ROUNDING, normed, rotated
 from millstream.kernels.tile_kernel import row_squares, tile_of
 
 
@@ -64,7 +55,8 @@ def _qkv_heads_kernel(
     TABLE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """ACROSS, SCALES: as in tile_kernel.py."""
+    """A head of BLOCK_M tokens. ACROSS, SCALES: as in tile_kernel.py; TABLE: positions index cos
+    and sin."""
     launch_dependents(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     tile_m, head, _ = tile_of(num_rows, BLOCK_M, NUM_HEADS + 2 * NUM_KV_HEADS, ACROSS)
@@ -92,10 +84,8 @@ def _qkv_heads_kernel(
     if head < NUM_HEADS + NUM_KV_HEADS:
         if NORM:
             norm_ptr = q_weight_ptr if head < NUM_HEADS else k_weight_ptr
-            first_weight, second_weight = (
-                tl.load(norm_ptr + column),
-                tl.load(norm_ptr + HALF + column),
-            )
+            first_weight = tl.load(norm_ptr + column)
+            second_weight = tl.load(norm_ptr + HALF + column)
             first, second = normed(first, second, first_weight, second_weight, head_eps, HEAD_DIM)
         first, second = rotated(first, second, cos, sin)
     if head < NUM_HEADS:

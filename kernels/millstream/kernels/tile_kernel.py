@@ -26,6 +26,8 @@ def _store_tile(
     HALVES: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> None:
+    """Stores what the epilogue makes of a tile's sums [BLOCK_M, BLOCK_N]. For SwiGLU gate and up
+    are two HALVES of its columns, or side by side. PIECES: as in tile_kernel."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (m < num_rows)[:, None]
@@ -66,7 +68,7 @@ def tile_of(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def row_squares(scale_ptr: tl.tensor, m: tl.tensor, SCALES: tl.constexpr) -> tl.tensor:
-    """The sums of squares [rows, at least SCALES] of rows m."""
+    """The SCALES sums of squares of each of rows m, [rows, SCALES or with zeros a power of 2]."""
     piece = tl.arange(0, triton.next_power_of_2(SCALES))
     at = scale_ptr + m[:, None] * SCALES + piece[None, :]
     return tl.load(at, mask=(piece < SCALES)[None, :], other=0.0)
@@ -106,7 +108,7 @@ def tile_kernel(
     none. SCALES: so many of a row of x are there to scale it by; 0: it is not.
 
     STAGES 0: all weights of the program (up to four chunks) go to registers before the wait;
-    otherwise a pipelined loop; x_from and weight_from are descriptors then (see operands).
+    otherwise a pipelined loop; x_from and weight_from are descriptors then (linear.operands).
     """
     launch_dependents(PDL)
     PART: tl.constexpr = K // SPLIT_K
