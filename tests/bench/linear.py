@@ -61,7 +61,6 @@ _MANY = (
     _tile(128, 128, 64, 3),
     _tile(128, 128, 64, 5, num_warps=8),
     _tile(128, 256, 64, 4, num_warps=8),
-    _tile(256, 128, 64, 4, num_warps=8),
 )
 _CANDIDATES = ((16, (*_FEW, *_SOME)), (64, _SOME), (256, _MANY))  # up to so many rows
 
