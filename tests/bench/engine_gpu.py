@@ -251,8 +251,7 @@ def prefill(llm: LLM, model: str) -> None:
 def prefill_flop(shape: ModelConfig, length: int) -> float:
     """The products of a prompt: the layers' weights and causal attention, without the LM head."""
     attended = shape.num_heads * shape.head_dim
-    qkv = attended + 2 * shape.num_kv_heads * shape.head_dim
-    weights = shape.hidden_size * (qkv + attended + 3 * shape.intermediate_size)
+    weights = sum(size * depth for size, depth in shape.layer_products.values())
     pairs = length * (length + 1) / 2
     return shape.num_layers * (2.0 * weights * length + 4.0 * attended * pairs)
 

@@ -90,12 +90,8 @@ class Product:
 
 
 def products(config: ModelConfig) -> Iterator[Product]:
-    heads, layers = config.num_heads * config.head_dim, config.num_layers
-    key_values = 2 * config.num_kv_heads * config.head_dim
-    yield Product("qkv", heads + key_values, config.hidden_size, layers)
-    yield Product("o", config.hidden_size, heads, layers)
-    yield Product("gate_up", 2 * config.intermediate_size, config.hidden_size, layers)
-    yield Product("down", config.hidden_size, config.intermediate_size, layers)
+    for name, shape in config.layer_products.items():
+        yield Product(name, *shape, config.num_layers)
     yield Product("head", config.vocab_size, config.hidden_size, 1)
 
 

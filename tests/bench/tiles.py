@@ -18,18 +18,16 @@ import torch
 from tests.bench.compilation import compile_in_parallel
 from tests.bench.graph_timing import graph_time
 
+from millstream.engine.model_files.model_config import parse_model_config
+from millstream.engine.model_files.shapes import config_json
 from millstream.kernels.boxes import padded
 from millstream.kernels.linear import Workspace, linear
 from millstream.kernels.linear_configs import Config, Tile, choose, fits
 
 Shape = tuple[int, int]  # out_features, in_features
-SHAPES: dict[str, Shape] = {
-    "qkv": (4096, 1024),
-    "o": (1024, 2048),
-    "gate_up": (6144, 1024),
-    "down": (1024, 3072),
-}
-LAYERS = 28
+MODEL = parse_model_config(config_json("qwen3-0.6b"))
+SHAPES: dict[str, Shape] = MODEL.layer_products
+LAYERS = MODEL.num_layers
 MULTIPROCESSORS = 132
 SHARED_BYTES = (60 << 10, 220 << 10)  # fewer do not hide the latency, more are not there
 

@@ -44,8 +44,8 @@ _LAUNCH_FLOP = 1e13
 def most_tokens(config: ModelConfig) -> int:
     """Chunk tokens of a step that a graph is worth for: with more, the GPU is behind anyway, and
     what fills up a bucket would cost."""
-    attended = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_dim
-    weights = config.num_layers * config.hidden_size * (attended + 3 * config.intermediate_size)
+    layer = sum(size * depth for size, depth in config.layer_products.values())
+    weights = config.num_layers * layer
     return max(int(_LAUNCH_FLOP / (2 * weights)), _FEWEST_TOKENS)
 
 

@@ -97,6 +97,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, Kind], Graph] = {}
         self._uses: Counter[tuple[int, Kind]] = Counter()  # of stand-ins, by whom they stood in for
         self._stand_ins = {size: stand_ins(size, sizes, kernels_of) for size in sizes}
+        # In which they are recorded ahead.
         order = sizes[-1], sizes[0], *(each[-1] for each in self._stand_ins.values()), *sizes
         self._order = tuple(dict.fromkeys(order))
         self._slots = torch.full((sizes[-1],), padding_slot, device=device)
@@ -105,13 +106,14 @@ class DecodeGraphs:
     def record(self, is_time_left: Callable[[], bool]) -> None:
         """Records the largest graph and that of a single sequence, then others while there is time;
         the rest are recorded when they are needed, or by record_next."""
-        self._graph(self._sizes[-1], Kind.PLAIN)
-        self._graph(self._sizes[0], Kind.PLAIN)
+        self.record_next()
+        self.record_next()
         while is_time_left() and self.record_next():
             pass
 
     def record_next(self) -> bool:
-        """Records the next graph that is not yet, stand-ins first; False if there is none left."""
+        """Records the next graph that is not yet; False if there is none left. First the largest
+        and that of one sequence, then those that stand in for others."""
         size = next((size for size in self._order if (size, Kind.PLAIN) not in self._graphs), None)
         if size is not None:
             self._graph(size, Kind.PLAIN)

@@ -21,7 +21,7 @@ from millstream.engine.edits.slot_edits import SlotEdits
 from millstream.engine.graphs import DecodeGraphs, Kind, Record, kind_of
 from millstream.engine.hardware import ResolvedConfig
 from millstream.engine.models import DecoderModel, Hidden
-from millstream.engine.ops import Ops
+from millstream.engine.ops import Ops, SlotOps
 from millstream.engine.plan import Plan
 from millstream.engine.samplers import Sampler
 from millstream.engine.slots import SlotTable
@@ -69,12 +69,11 @@ class Steps:
     def use_graphs(self, record: Record) -> None:
         """From now on; none is recorded yet."""
         resolved, padding_slot = self._resolved, self.slots.padding_slot
-        assert self._ops.on_slots is not None, "resolve chose graphs for ops that can"
         self.graphs = DecodeGraphs(
             self.decode,
             record,
             sizes=resolved.batch_sizes,
-            kernels_of=self._ops.on_slots.kernels_of,
+            kernels_of=self._on_slots.kernels_of,
             padding_slot=padding_slot,
             device=resolved.device,
         )
@@ -86,6 +85,12 @@ class Steps:
             padding_slot=padding_slot,
             device=resolved.device,
         )
+
+    @property
+    def _on_slots(self) -> SlotOps:
+        ops = self._ops.on_slots
+        assert ops is not None, "resolve chose graphs for ops that can"
+        return ops
 
     def record_next(self) -> bool:
         """Records a graph that may be needed; False if there is none left."""
@@ -144,8 +149,7 @@ class Steps:
     ) -> torch.Tensor:
         """A step of decodes whose graph ends with the logits: token ids [R], by `choose` of the
         positions [R] and the whole rows."""
-        slots, ops = self.slots, self._ops.on_slots
-        assert ops is not None, "resolve chose graphs for ops that can"
+        slots, ops = self.slots, self._on_slots
         logits = graphs(layout, Kind.LOGITS)
         after = slots.state.computed[layout.slots] + 1
         token_ids = self._sampler.choose(logits, functools.partial(choose, after))
@@ -190,8 +194,7 @@ class Steps:
 
     def decode(self, slots: torch.Tensor, kind: Kind) -> torch.Tensor:
         """The step that a CUDA graph records: `slots` [n] decode."""
-        table, ops = self.slots, self._ops.on_slots
-        assert ops is not None, "resolve chose graphs for ops that can"
+        table, ops = self.slots, self._on_slots
         batch = table.decode_batch(slots, ops, self.model.whole_embedding)
         logits = self.model(batch, self.kv_cache)
         if kind is Kind.LOGITS:

@@ -33,6 +33,32 @@ class Heads:
     def head_dim(self) -> int:
         return self.key_cache.shape[-1]
 
+    def pointers(self, query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the kernels take of it, from q_weight_ptr to value_cache_ptr. What is not there is
+        not read: some other tensor stands for it."""
+        return (
+            query if self.q_weight is None else self.q_weight,
+            query if self.k_weight is None else self.k_weight,
+            self.cos,
+            self.sin,
+            self.kv_indices if self.positions is None else self.positions,
+            self.kv_indices,
+            query,
+            self.key_cache,
+            self.value_cache,
+        )
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """The kernels' constexprs that follow from it."""
+        return {
+            "NUM_HEADS": self.num_heads,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "NORM": self.q_weight is not None,
+            "TABLE": self.positions is not None,
+        }
+
     def new_query(self, x: torch.Tensor) -> torch.Tensor:
         """[T, Hq, D] of x's type and device, uninitialized, for its T rows."""
         return x.new_empty(len(x), self.num_heads, self.head_dim)

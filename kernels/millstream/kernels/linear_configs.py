@@ -104,10 +104,9 @@ def choose(num_rows: int, out_features: int, in_features: int) -> Config | None:
 
 def choose_heads(num_rows: int, out_features: int, in_features: int, head_dim: int) -> Tile | None:
     """The tile of QKV's product together with what is done with its heads; None: apart."""
-    for most, tile in _HEADS.get((out_features, in_features), ()):
-        if num_rows <= most:
-            return tile if tile is not None and tile.block_n == head_dim else None
-    return None
+    measured = _HEADS.get((out_features, in_features), ())
+    tile = next((tile for most, tile in measured if num_rows <= most), None)
+    return tile if tile is not None and tile.block_n == head_dim else None
 
 
 def fits(config: Config, num_rows: int, out_features: int, in_features: int) -> bool:

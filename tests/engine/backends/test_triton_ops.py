@@ -192,17 +192,8 @@ def test_sizes_that_stand_in_for_each_other_launch_the_same_kernels(model: str) 
 
 def launches(ops: TritonOps, config: ModelConfig, size: int) -> tuple[Any, ...]:
     """Configurations of a decode step's kernels, None where cuBLAS multiplies, and tiles of M."""
-    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
-    qkv = attended + 2 * config.num_kv_heads * config.head_dim
-    gate_up = 2 * config.intermediate_size
     found: list[Config | None] = []
-    for weight in (
-        (qkv, hidden),
-        (hidden, attended),
-        (gate_up, hidden),
-        (hidden, config.intermediate_size),
-        (config.vocab_size, hidden),
-    ):
+    for weight in (*config.layer_products.values(), (config.vocab_size, config.hidden_size)):
         layer: Any = SimpleNamespace(weight=torch.empty(weight, device="meta"), bias=None)
         x = torch.empty(size, weight[1], dtype=torch.bfloat16, device="meta")
         found += ops.config_for(x, layer), ops.heads_tile(x, layer)

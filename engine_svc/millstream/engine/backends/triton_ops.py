@@ -65,14 +65,7 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
 
 def not_invariant(config: ModelConfig, max_tokens: int) -> str:
     """Why a model's products of up to so many tokens have no tiles for any batch; "" if they do."""
-    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
-    weights = {
-        "qkv": (attended + 2 * config.num_kv_heads * config.head_dim, hidden),
-        "o": (hidden, attended),
-        "gate_up": (2 * config.intermediate_size, hidden),
-        "down": (hidden, config.intermediate_size),
-        "lm_head": (config.vocab_size, hidden),
-    }
+    weights = {**config.layer_products, "lm_head": (config.vocab_size, config.hidden_size)}
     for name, shape in weights.items():
         if invariant_tile(1, *shape) is None:
             return f"{name} is {shape[0]} x {shape[1]}: both must be multiples of 16"
@@ -108,10 +101,10 @@ class TritonOps:
         self.invariant = invariant
         self._flash = flash
         # Where products have tiles: they scale rows, of which the product before left the squares.
-        gate_up = 2 * config.intermediate_size, config.hidden_size
-        has_tiles = dtype.itemsize == 2 and isinstance(choose(_MANY_ROWS, *gate_up), Tile)
+        gate_up = choose(_MANY_ROWS, *config.layer_products["gate_up"])
+        has_tiles = dtype.itemsize == 2 and isinstance(gate_up, Tile)
         self._has_boxes = boxes.are_copied(device)
-        self._folds_norms = has_tiles and self._has_boxes and not invariant
+        self.folds_norms = has_tiles and self._has_boxes and not invariant
         self._decodes: dict[int, PagedDecode] = {}
         self.workspace = Workspace.create(device)
 
@@ -125,10 +118,6 @@ class TritonOps:
         else:
             attention = FlashAttention(self._flash, batch, self._max_model_len)
         return TritonStepOps(self, attention, batch, kv_cache, rope)
-
-    @property
-    def folds_norms(self) -> bool:
-        return self._folds_norms
 
     @property
     def on_slots(self) -> TritonOps:
@@ -223,9 +212,8 @@ class TritonOps:
 
     def heads_tile(self, x: Tensor, layer: Linear) -> Tile | None:
         """The tile of QKV's product and what follows in one kernel; None: in two."""
-        if x.dtype is torch.float32 or self.invariant or layer.bias is not None:
-            return None
-        if not self._has_boxes:
+        apart = x.dtype is torch.float32 or self.invariant or layer.bias is not None
+        if apart or not self._has_boxes:
             return None
         size, depth = layer.weight.shape
         return choose_heads(len(x), size, depth, self._head_dim)

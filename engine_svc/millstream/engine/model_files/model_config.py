@@ -52,6 +52,17 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str | None  # of the checkpoint: float32, bfloat16 or float16; None: not told
 
+    @property
+    def layer_products(self) -> dict[str, tuple[int, int]]:
+        """(out_features, in_features) of what each layer multiplies by, in its order."""
+        attended = self.num_heads * self.head_dim
+        return {
+            "qkv": (attended + 2 * self.num_kv_heads * self.head_dim, self.hidden_size),
+            "o": (self.hidden_size, attended),
+            "gate_up": (2 * self.intermediate_size, self.hidden_size),
+            "down": (self.hidden_size, self.intermediate_size),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class _Family:
