@@ -184,7 +184,7 @@ def _check_invariant(
         )
     if dtype == "float32":
         raise LoadError("batch_invariant: needs dtype bfloat16 or float16, not float32")
-    from millstream.engine.backends.triton_ops import not_invariant
+    from millstream.engine.backends.products import not_invariant
 
     if problem := not_invariant(model, max_tokens):
         raise LoadError(f"batch_invariant: {problem}")

@@ -196,7 +196,7 @@ def launches(ops: TritonOps, config: ModelConfig, size: int) -> tuple[Any, ...]:
     for weight in (*config.layer_products.values(), (config.vocab_size, config.hidden_size)):
         layer: Any = SimpleNamespace(weight=torch.empty(weight, device="meta"), bias=None)
         x = torch.empty(size, weight[1], dtype=torch.bfloat16, device="meta")
-        found += ops.config_for(x, layer), ops.heads_tile(x, layer)
+        found += ops.products.config_for(x, layer), ops.products.heads_tile(x, layer)
     attention = ops.decode_for(size)
     ops._decodes.clear()  # its workspaces
     tiles = [-(-size // each.block_m) if isinstance(each, Tile) else 0 for each in found]
