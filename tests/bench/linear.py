@@ -15,7 +15,7 @@ import argparse
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,7 +62,21 @@ _MANY = (
     _tile(128, 128, 64, 5, num_warps=8),
     _tile(128, 256, 64, 4, num_warps=8),
 )
-_CANDIDATES = ((16, (*_FEW, *_SOME)), (64, _SOME), (256, _MANY))  # up to so many rows
+_PROMPTS = tuple(
+    replace(tile, across=True)
+    for tile in (
+        _tile(128, 128, 64, 3),
+        _tile(128, 128, 64, 4, num_warps=8),
+        _tile(128, 256, 64, 3, num_warps=8),
+        _tile(128, 256, 64, 4, num_warps=8),
+    )
+)
+_CANDIDATES = (  # up to so many rows
+    (16, (*_FEW, *_SOME)),
+    (64, _SOME),
+    (256, _MANY),
+    (1 << 18, _PROMPTS),
+)
 
 
 @dataclass(frozen=True)

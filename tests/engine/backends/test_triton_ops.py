@@ -170,8 +170,11 @@ def test_row_40_the_largest_batch_has_a_size(largest: int) -> None:
         assert size - batch < (2 if batch <= 4 else 8 if batch <= 256 else 16)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-14b", "llama-3.2-1b"])
-def test_sizes_that_stand_in_for_each_other_launch_the_same_kernels(model: str) -> None:
+def test_sizes_that_stand_in_for_each_other_launch_the_same_kernels(
+    model: str, invariant: bool
+) -> None:
     """Products as many tiles of one configuration, attention with one."""
     config, sizes = named_shape(model), batch_sizes(1024)
     assert config is not None
@@ -182,6 +185,7 @@ def test_sizes_that_stand_in_for_each_other_launch_the_same_kernels(model: str) 
         max_model_len=4096,
         dtype=torch.bfloat16,
         device=CPU,
+        invariant=invariant,
     )
     launched = {size: launches(ops, config, size) for size in sizes}
     for size in sizes:
