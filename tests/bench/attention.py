@@ -39,6 +39,8 @@ BF16 = torch.bfloat16
 STEP_S = 0.02  # time spent on one figure
 _KEPT = 4  # configurations tried with a case's other block sizes
 TOLERANCE = 1.5e-2  # of a row of bfloat16 against float32
+# For whose heads schedules are tried, and every how many sequences: Qwen3-0.6B's, Qwen3-14B's.
+SCHEDULES = {(16, 8, 128): 8, (40, 8, 128): 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,30 +130,41 @@ def decode_configs(case: Case) -> dict[str, DecodeConfig]:
     }
 
 
-def schedule_cases() -> list[Case]:
-    """For each size that graphs have, the flagship run's first step of so few sequences."""
+def schedule_cases(heads: tuple[int, int, int]) -> list[Case]:
+    """For sizes that graphs have, the flagship run's first step of so few sequences."""
     first_steps = {len(flagship_contexts(step)): step for step in range(1023, 0, -1)}
     steps = {
         size: min(step for count, step in first_steps.items() if count <= size)
-        for size in range(8, 257, 8)
+        for size in range(8, 257, SCHEDULES[heads])
     }
     return [
-        Case(name=f"{size}: step {step}", contexts=flagship_contexts(step), heads=(16, 8, 128),
-             layers=6, block_sizes=(64,))
+        Case(name=f"{size}: step {step}", contexts=flagship_contexts(step), heads=heads, layers=6,
+             block_sizes=(64,))
         for size, step in steps.items()
     ]  # fmt: skip
 
 
 def schedule_configs() -> dict[str, DecodeConfig]:
-    narrow = functools.partial(DecodeConfig, tile=64, tokens_are_rows=False, tail_apart=True)
+    narrow = functools.partial(
+        DecodeConfig, tile=64, tokens_are_rows=False, tail_apart=True, least_share=256
+    )
     wide = functools.partial(
-        DecodeConfig, tile=64, tokens_are_rows=True, tail_apart=False, max_registers=128
+        DecodeConfig,
+        tile=64,
+        num_warps=4,
+        num_stages=3,
+        tail_apart=False,
+        max_registers=128,
+        least_share=256,
     )
     kinds = {
-        "pad w2 s3 tail": (functools.partial(narrow, num_warps=2, num_stages=3), (1, 3, 6)),
         "pad w2 s2 tail": (functools.partial(narrow, num_warps=2, num_stages=2), (2, 4)),
+        "pad w2 s3 tail": (functools.partial(narrow, num_warps=2, num_stages=3), (1, 3)),
+        "pad w2 s4 tail": (functools.partial(narrow, num_warps=2, num_stages=4), (2,)),
+        "pad w4 s2 tail": (functools.partial(narrow, num_warps=4, num_stages=2), (2, 4)),
         "pad w4 s3 tail": (functools.partial(narrow, num_warps=4, num_stages=3), (1, 3)),
-        "swap w4 s3 r128": (functools.partial(wide, num_warps=4, num_stages=3), (1, 2, 3)),
+        "swap w4 s3 r128": (functools.partial(wide, tokens_are_rows=True), (1, 2, 3)),
+        "pad w4 s3 r128": (functools.partial(wide, tokens_are_rows=False), (2,)),
     }
     return {
         f"{kind} x{items}": make(items_per_multiprocessor=items)
@@ -390,7 +403,9 @@ def bench_decode(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]]
 
 
 def bench_schedule(buffer: torch.Tensor) -> tuple[list[str], list[dict[str, Any]]]:
-    return _bench_decode(buffer, [(case, schedule_configs()) for case in schedule_cases()])
+    configs = schedule_configs()
+    cases = (case for heads in SCHEDULES for case in schedule_cases(heads))
+    return _bench_decode(buffer, [(case, configs) for case in cases])
 
 
 def _bench_decode(
@@ -405,15 +420,21 @@ def _bench_decode(
             configs = {name: configs[name] for name in [*results][:_KEPT]}
             shipped = measure(case, decode_calls, {"shipped": None}, inputs)
             records.append(
-                {"case": case.name, "block": block_size, "read_us": read, "us": results | shipped}
+                {
+                    "case": case.name,
+                    "heads": case.heads,
+                    "block": block_size,
+                    "read_us": read,
+                    "us": results | shipped,
+                }
             )
             texts = [
                 f"{name} {us:.1f} ({read / us:.3f})" for name, us in [*results.items()][:4]
             ] + [f"shipped {us:.1f} ({read / us:.3f})" for us in shipped.values()]
             best = min(results.values(), default=math.inf)
             lines.append(
-                f"{case.name:16} block {block_size:3}  {case.kv_bytes / best / 1e3:5.0f} GB/s  "
-                f"read {read:.1f} us | " + " | ".join(texts)
+                f"{case.name:16} {case.heads} block {block_size:3}  "
+                f"{case.kv_bytes / best / 1e3:5.0f} GB/s  read {read:.1f} us | " + " | ".join(texts)
             )
             print(lines[-1], flush=True)
     return lines, records
@@ -496,7 +517,9 @@ def main() -> None:
             for block_size in case.block_sizes:
                 work += [(case, block_size, config) for config in decode_configs(case).values()]
     if "schedule" in arguments.cases:
-        work += [(schedule_cases()[0], 64, config) for config in schedule_configs().values()]
+        for heads in SCHEDULES:
+            case = schedule_cases(heads)[0]
+            work += [(case, 64, config) for config in schedule_configs().values()]
     if "prefill" in arguments.cases:
         for case in prefill_cases():
             for size in case.block_sizes:
