@@ -31,7 +31,7 @@ def attention_jobs() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         yield work_list._build_work_list_kernel, arguments, {"NUM_KV_HEADS": 8, **lists, **cut}
     for heads in HEADS:
         for block_size in (64, 16):
-            for batch in (1, 128, 256):
+            for batch in (1, 48, 128, 256):
                 yield decode_job(*heads, block_size, batch)
             yield decode_job(*heads, block_size, 256, repeat=True)
             for config in shipped_prefill(heads[0] // heads[1], heads[2]):

@@ -10,7 +10,7 @@ import torch
 MAX_GROUP = 16  # query heads of one KV head: they fill one side of a tensor core's tile
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-_FEW_SEQUENCES, _FEW_PAIRS, _MANY_SEQUENCES = 4, 32, 1 << 20
+_FEW_SEQUENCES, _MANY_SEQUENCES = 4, 1 << 20
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -34,8 +34,8 @@ class DecodeConfig:
     least_share: int = 1  # tokens of an item that is not worth a cut; a tile is none in any case
 
 
-# Two query heads a KV head or one. Of these programs a multiprocessor holds two, four and three:
-# which is best follows from how well a step's items fill up their last round.
+# Of these programs a multiprocessor holds two, four and three: which is best follows from how well
+# a step's items fill up their last round.
 _WIDE = DecodeConfig(
     tile=64,
     num_warps=4,
@@ -44,23 +44,35 @@ _WIDE = DecodeConfig(
     tail_apart=False,
     max_registers=128,
     items_per_multiprocessor=2,
+    least_share=256,
 )
 _TWO_STAGES = DecodeConfig(
-    tile=64, num_warps=2, num_stages=2, tokens_are_rows=False, tail_apart=True
+    tile=64, num_warps=2, num_stages=2, tokens_are_rows=False, tail_apart=True, least_share=256
 )
 _THREE_STAGES = replace(_TWO_STAGES, num_stages=3, items_per_multiprocessor=3)
-# (up to so many pairs of a sequence and a KV head, configuration); measured with 8 KV heads.
+# (up to so many pairs of a sequence and a KV head, configuration), for heads of 128; measured with
+# 8 KV heads and two query heads for each, in whole runs (decisions/0017).
 _BY_PAIRS = (
-    (8 * 32, _WIDE),
-    (8 * 40, _TWO_STAGES),
     (8 * 48, _THREE_STAGES),
     (8 * 64, _WIDE),
-    (8 * 72, _THREE_STAGES),
+    (8 * 80, _THREE_STAGES),
     (8 * 96, _WIDE),
-    (8 * 136, _TWO_STAGES),
+    (8 * 128, _TWO_STAGES),
     (8 * 160, _THREE_STAGES),
-    (8 * 192, _TWO_STAGES),
+    (8 * 200, _TWO_STAGES),
     (math.inf, _THREE_STAGES),
+)
+# So few pairs are worth all the cuts that keep programs busy.
+_FEW_PAIRS = 8 * 4
+_FEW_OF_TWO = replace(_WIDE, least_share=1)  # two query heads a KV head or one
+_FEW = DecodeConfig(
+    tile=64,
+    num_warps=4,
+    num_stages=2,
+    tokens_are_rows=False,
+    tail_apart=False,
+    max_registers=128,
+    items_per_multiprocessor=2,
 )
 
 
@@ -72,21 +84,14 @@ def choose_config(
         return DecodeConfig(
             tile=32, num_warps=4, num_stages=2, tokens_are_rows=False, tail_apart=False
         )
-    if head_dim == 128 and num_heads <= 2 * num_kv_heads:
+    if head_dim == 128:
         pairs = batch * num_kv_heads
-        config = next(config for most, config in _BY_PAIRS if pairs <= most)
-        # More than a few are not worth as many cuts as would keep all programs busy.
-        return replace(config, least_share=256) if pairs > _FEW_PAIRS else config
-    return DecodeConfig(
-        tile=64,
-        num_warps=4,
-        num_stages=2,
-        tokens_are_rows=False,
-        tail_apart=False,
-        max_registers=128 if head_dim == 128 else None,
-        # A few sequences are cut into as many items as run at once: more cost but combining.
-        items_per_multiprocessor=2 if batch <= _FEW_SEQUENCES else 4,
-    )
+        if pairs <= _FEW_PAIRS:
+            return _FEW_OF_TWO if num_heads <= 2 * num_kv_heads else _FEW
+        return next(config for most, config in _BY_PAIRS if pairs <= most)
+    # A few sequences are cut into as many items as run at once: more cost but combining.
+    items = 2 if batch <= _FEW_SEQUENCES else 4
+    return replace(_FEW, max_registers=None, items_per_multiprocessor=items)
 
 
 def invariant_config(
