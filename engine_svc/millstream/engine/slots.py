@@ -11,6 +11,7 @@ scratch block, and it stays at position 0 for ever.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -104,7 +105,11 @@ class SlotTable:
             if starts:
                 self._write_starts(*itertools.islice(parts, len(starts)))
             if blocks:
-                self._write_blocks(*itertools.islice(parts, len(blocks)))
+                # Steps before read nothing behind a context; but a start takes the slot of one
+                # that has ended, which they may still compute.
+                beside = contextlib.nullcontext() if starts else self._upload.ahead()
+                with beside:
+                    self._write_blocks(*itertools.islice(parts, len(blocks)))
             if host:
                 layout = layout_of(host, bucket, *parts)
         assert layout is not None

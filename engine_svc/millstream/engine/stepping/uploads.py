@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +18,40 @@ _SMALLEST_BUFFER = 4096
 
 
 class Uploader:
-    """Copies int64 vectors to one device, on the current stream; used by one thread."""
+    """Copies int64 vectors to one device while it still computes steps; used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[_PinnedBuffer] = []
         if device.type == "cuda":
             self._buffers = [_PinnedBuffer(_SMALLEST_BUFFER) for _ in range(_NUM_BUFFERS)]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def __call__(self, arrays: Sequence[Ints]) -> list[torch.Tensor]:
-        """The vectors on the device, as parts of one new tensor."""
+        """The vectors on the device, as parts of one new tensor, for the current stream."""
         if self._buffers:
             self._turn = (self._turn + 1) % _NUM_BUFFERS
-            together = self._buffers[self._turn].upload(arrays, self._device)
+            with self.ahead():
+                together = self._buffers[self._turn].upload(arrays, self._device)
+            together.record_stream(torch.cuda.current_stream(self._device))
         else:
             together = torch.from_numpy(np.concatenate(arrays))
         return list(torch.split(together, [len(array) for array in arrays]))
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """What is queued inside may run beside what was queued before: it must change nothing that
+        this reads. What is queued behind waits for it."""
+        if not self._buffers:
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._done.record()
+        current.wait_event(self._done)
 
 
 class _PinnedBuffer:
