@@ -25,6 +25,7 @@ from triton.runtime import driver
 
 from millstream.kernels import (
     add_rms_norm,
+    copy_out,
     decode_state,
     gemv,
     linear,
@@ -66,6 +67,7 @@ def jobs() -> Iterator[Job]:
         )
     swiglu = {"SIZE": 3072, "BLOCK": silu_mul._BLOCK, "num_warps": silu_mul._NUM_WARPS}
     yield silu_mul._silu_mul_kernel, (BF16, BF16, 6144, 3072), swiglu
+    yield copy_out._copy_out_kernel, (I64, I64, 256), {"BLOCK": copy_out._BLOCK, "num_warps": 4}
     for rows in (1, 256):
         sizes = {"ROWS": decode_state._ROWS, "num_warps": 1}
         yield decode_state._advance_kernel, (I64, I64, I64, I64, 256, rows), sizes

@@ -125,6 +125,9 @@ class SlotOps(Protocol):
         """Records that `slots` [n] computed a token each and sampled token_ids [n]; the padding
         slot stays as it is."""
 
+    def copy_out(self, token_ids: Tensor, out: Tensor) -> None:
+        """Queues a copy of token_ids [R] int64 to `out` [R], pinned memory of the host."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotState:

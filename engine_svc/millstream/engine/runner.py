@@ -80,11 +80,10 @@ class ModelRunner:
             torch.backends.cuda.enable_cudnn_sdp(False)
             stream = torch.cuda.Stream(resolved.device)  # type: ignore[no-untyped-call]
             self._stream = torch.cuda.stream(stream)
-            self._results = GpuResults(
-                max_num_seqs=resolved.max_num_seqs, max_in_flight=resolved.max_in_flight
-            )
         self._phases.end("device")
         ops = runner_parts.make_ops(resolved, self._model_config)
+        if resolved.on_gpu:
+            self._results = runner_parts.gpu_results(resolved, ops)
         with torch.inference_mode(), self._stream:
             model = runner_parts.load_model(
                 config, resolved, whole, ops, model_dir, on_progress, group

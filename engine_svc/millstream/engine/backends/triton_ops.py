@@ -26,6 +26,7 @@ from millstream.engine.model_files.model_config import ModelConfig
 from millstream.engine.ops import SlotSampling, SlotState
 from millstream.engine.rope import RotaryEmbedding
 from millstream.engine.sampling import vocab_block
+from millstream.kernels.copy_out import copy_out
 from millstream.kernels.decode_state import DecodeInputs, SlotTables, advance_slots, read_slots
 from millstream.kernels.paged_decode import (
     DecodeConfig,
@@ -156,6 +157,9 @@ class TritonOps:
 
     def advance(self, slots: Tensor, token_ids: Tensor, state: SlotState) -> None:
         advance_slots(slots, token_ids, _tables(state))
+
+    def copy_out(self, token_ids: Tensor, out: Tensor) -> None:
+        copy_out(token_ids, out)
 
     def decode_for(self, num_sequences: int) -> PagedDecode:
         size = self._decode_size(num_sequences)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,11 +30,21 @@ class CpuResults:
         return self._steps.popleft()
 
 
+CopyOut = Callable[[torch.Tensor, torch.Tensor], Any]  # of a vector to pinned memory, queued
+
+
+def copy_asynchronously(token_ids: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(token_ids, non_blocking=True)
+
+
 class GpuResults:
     """Sampled tokens of launched steps, on their way to pinned memory: one buffer a step in flight,
     and an event that says when it is filled."""
 
-    def __init__(self, *, max_num_seqs: int, max_in_flight: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_in_flight: int, copy_out: CopyOut = copy_asynchronously
+    ) -> None:
+        self._copy_out = copy_out
         self._free = deque(
             (torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=True), torch.Event())
             for _ in range(max_in_flight)
@@ -45,7 +56,7 @@ class GpuResults:
     ) -> Callable[[], list[int]]:
         """Queues the copies; returns what waits for them and gives the token ids."""
         buffer, event = self._free.popleft()
-        buffer[: len(token_ids)].copy_(token_ids, non_blocking=True)
+        self._copy_out(token_ids, buffer[: len(token_ids)])
         on_host = scores.to_host() if scores is not None else None
         event.record()
         launched = _GpuStep(step, len(token_ids), buffer, event, on_host)
