@@ -4,8 +4,9 @@
 
 Needs nano-vllm (https://github.com/GeeeekExplorer/nano-vllm) and flash-attn on PYTHONPATH. Its
 weights are random, nothing is turned into text; the second run counts. --turns: so many times our
-flagship run (tests.bench.engine_gpu) and then nano-vllm's, each in a process of its own, and the
-ratio of the second runs' medians: cards and their neighbours change from minute to minute.
+flagship run (tests.bench.engine_gpu) and then nano-vllm's, each in a process of its own, both with
+steps of up to 16,384 tokens, and the ratio of the second runs' medians: cards and their neighbours
+change from minute to minute.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 from millstream.client.workload import Workload
 from millstream.engine.model_files.shapes import config_json
 
+# nano-vllm's own default: a step of each takes as many tokens.
+_SAME_STEPS = ("--max-num-batched-tokens", "16384")
 # What transformers wants beside what tells the shape.
 CONFIG = {
     **config_json("qwen3-0.6b"),
@@ -85,7 +88,7 @@ def run_nano(runs: int) -> None:
 
 def in_turns(turns: int, runs: int) -> None:
     modules = {
-        "flagship": ("tests.bench.engine_gpu", "--only", "flagship"),
+        "flagship": ("tests.bench.engine_gpu", "--only", "flagship", *_SAME_STEPS),
         "nano_vllm": ("tests.bench.nano_vllm",),
     }
     second_runs: dict[str, list[float]] = {name: [] for name in modules}
