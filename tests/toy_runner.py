@@ -3,7 +3,8 @@
 Where a real one stores K and V, its paged KV stores the position, the token id and a checksum of
 the whole prefix, made from the entry before. The next token is a function of the prefix as it is
 read back through the block table, and of the seed. A plan is carried out when it is collected, as
-by a device that lags behind the host.
+by a device that lags behind the host. But where two may be in flight, the blocks that a plan
+without starts appends are in the table at its launch, before the step in flight: as on a GPU.
 """
 
 from __future__ import annotations
@@ -116,10 +117,13 @@ class _Entry:
     checksum: int  # of the prefix that ends here
 
 
+_Place = tuple[int, int, int]  # slot, which of its blocks, block id
+
+
 @dataclass(slots=True)
 class _Slot:
     start: SlotStart
-    block_ids: list[int]
+    block_ids: list[int]  # the slot's row of the block tables
     num_computed: int
     last: int | None = None
 
@@ -132,8 +136,11 @@ class ToyRunner:
         self.plans: list[Plan] = []
         self.num_sampled = 0
         self.closed = False
-        self._launched: deque[Plan] = deque()
+        self._launched: deque[tuple[Plan, list[_Place]]] = deque()
         self._slots: list[_Slot | None] = [None] * info.max_num_seqs
+        width = -(-info.max_model_len // info.block_size)
+        self._tables = [[0] * width for _ in range(info.max_num_seqs)]
+        self._num_blocks = [0] * info.max_num_seqs  # of the slots' rows, once all is carried out
         self._kv: list[list[_Entry | None]] = [
             [None] * info.block_size for _ in range(info.num_blocks + 1)
         ]
@@ -148,16 +155,35 @@ class ToyRunner:
         assert len(started) == len(plan.starts)
         assert not started & {slot for slot, _ in plan.block_appends}
         self.plans.append(plan)
-        self._launched.append(plan)
+        places = self._note_blocks(plan)
+        if not plan.starts and self.info.max_in_flight <= 2:
+            self._write_blocks(places)
+            places = []
+        self._launched.append((plan, places))
+
+    def _note_blocks(self, plan: Plan) -> list[_Place]:
+        places = []
+        for start in plan.starts:
+            places += [(start.slot, index, block) for index, block in enumerate(start.block_ids)]
+            self._num_blocks[start.slot] = len(start.block_ids)
+        for number, block_id in plan.block_appends:
+            assert self._num_blocks[number], f"slot {number} never started"
+            places.append((number, self._num_blocks[number], block_id))
+            self._num_blocks[number] += 1
+        return places
+
+    def _write_blocks(self, places: list[_Place]) -> None:
+        for number, index, block_id in places:
+            self._tables[number][index] = block_id
 
     def collect(self) -> StepResult:
-        plan = self._launched.popleft()
+        plan, places = self._launched.popleft()
+        self._write_blocks(places)
         for start in plan.starts:
             assert start.num_computed_tokens % self.info.block_size == 0
             assert bool(start.token_ids) == start.sampling.needs_token_ids
-            self._slots[start.slot] = _Slot(start, list(start.block_ids), start.num_computed_tokens)
-        for number, block_id in plan.block_appends:
-            self._slot(number).block_ids.append(block_id)
+            row = self._tables[start.slot]
+            self._slots[start.slot] = _Slot(start, row, start.num_computed_tokens)
         # As in a layer of a model: everything is written before anything is read.
         rows: list[_Slot] = []
         for chunk in plan.chunks:

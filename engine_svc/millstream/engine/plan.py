@@ -6,8 +6,10 @@ sampling parameters. Per-slot state is sent in full when a sequence takes the sl
 afterwards, so a steady decode step carries nothing but the slots' numbers.
 
 With a runner that works one step ahead, plan N+1 is launched before the tokens of plan N are known
-on the host: a decode's input token is whatever the slot sampled last. Plans run in order on one
-stream, so a block or slot that plan N still touches may be given away by plan N+1.
+on the host: a decode's input token is whatever the slot sampled last. Steps are computed in order,
+so a block or slot that plan N still touches may be given away by plan N+1. Only the blocks that a
+plan without starts appends may be written while the step before is computed: they lie behind the
+contexts of that step, the one step in flight, whose slots the plan's sequences had then already.
 
 Within a step, a layer writes the KV of all chunks before any attention of that layer reads: the
 cached blocks of a sequence that starts may be filled by an earlier chunk of the same plan.

@@ -105,8 +105,9 @@ class SlotTable:
             if starts:
                 self._write_starts(*itertools.islice(parts, len(starts)))
             if blocks:
-                # Steps before read nothing behind a context; but a start takes the slot of one
-                # that has ended, which they may still compute.
+                # The step in flight reads nothing behind a context; but a start takes the slot of
+                # one that has ended, which that step may still compute. (With three in flight a
+                # start one plan ago would matter, too.)
                 beside = contextlib.nullcontext() if starts else self._upload.ahead()
                 with beside:
                     self._write_blocks(*itertools.islice(parts, len(blocks)))

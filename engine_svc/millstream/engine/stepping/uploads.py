@@ -12,7 +12,7 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 
-# Steps may be in flight whose copies were not made yet: one buffer each, and one to fill.
+# Copies wait for no step, but each other: while one is under way, another buffer is filled.
 _NUM_BUFFERS = 3
 _SMALLEST_BUFFER = 4096
 
