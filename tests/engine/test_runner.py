@@ -10,6 +10,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from millstream.engine.scheduler import Scheduler
 from millstream.engine.slots import SlotTable
 from millstream.engine.startup.runner_parts import warm_up_plan
 from millstream.engine.stepping.batch_layout import BatchLayout
+from millstream.engine.stepping.results import CpuResults
 from millstream.kernels.prefill_configs import choose_config
 
 CPU = torch.device("cpu")
@@ -399,6 +401,19 @@ def test_warm_up_plan(folder: Path, num_tokens: int, num_seqs: int, max_model_le
     table = SlotTable(max_num_seqs=num_seqs, max_model_len=max_model_len, block_size=4, device=CPU)
     batch = table.batch(table.apply(plan))
     assert set(batch.kv_indices.tolist()) <= set(range(4))
+
+
+def test_a_warm_up_takes_its_tokens_to_the_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the first request waits for no kernel of that way; nothing of it is left behind."""
+    way = CpuResults()
+    put = mock.Mock(wraps=way.put)
+    monkeypatch.setattr(way, "put", put)
+    monkeypatch.setattr("millstream.engine.runner.CpuResults", lambda: way)
+    load(folder)
+    put.assert_called_once()
+    assert not way._steps
 
 
 def test_the_scratch_block_alone_is_enough_for_a_warm_up(folder: Path) -> None:

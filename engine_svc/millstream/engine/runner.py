@@ -250,7 +250,10 @@ class ModelRunner:
         return plan if self._group is None else replace(plan, whole_rows=True)
 
     def _run(self, plan: Plan) -> None:
-        self._steps.run(self._steps.take(plan))
+        """A step and the way of its tokens, of which a kernel may be part; nobody wants them."""
+        sampled = self._steps.run(self._steps.take(plan))
+        self._results.put(plan.step, sampled.token_ids)
+        self._results.take()
 
     def _warm_up(self) -> int:
         """Runs a step; on a GPU, where that compiles kernels, one as large as any and one of short

@@ -27,7 +27,7 @@ from millstream.engine.ops import Ops
 from millstream.engine.parallel import Group, share_of
 from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Sampling
-from millstream.engine.stepping.results import GpuResults, copy_asynchronously
+from millstream.engine.stepping.results import GpuResults, copy_by_torch
 from millstream.engine.weights import init_dummy_weights, load_weights
 from millstream.kernels.prefill_configs import MANY_TOKENS, SHORT_CONTEXT
 from millstream.rpc.integer_ranges import MAX_LOGPROBS
@@ -94,7 +94,7 @@ def make_ops(resolved: ResolvedConfig, model_config: ModelConfig) -> Ops:
 
 
 def gpu_results(resolved: ResolvedConfig, ops: Ops) -> GpuResults:
-    copy_out = copy_asynchronously if ops.on_slots is None else ops.on_slots.copy_out
+    copy_out = copy_by_torch if ops.on_slots is None else ops.on_slots.copy_out
     return GpuResults(
         max_num_seqs=resolved.max_num_seqs,
         max_in_flight=resolved.max_in_flight,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -30,10 +29,11 @@ class CpuResults:
         return self._steps.popleft()
 
 
-CopyOut = Callable[[torch.Tensor, torch.Tensor], Any]  # of a vector to pinned memory, queued
+CopyOut = Callable[[torch.Tensor, torch.Tensor], None]  # as SlotOps.copy_out
 
 
-def copy_asynchronously(token_ids: torch.Tensor, out: torch.Tensor) -> None:
+def copy_by_torch(token_ids: torch.Tensor, out: torch.Tensor) -> None:
+    """A CopyOut for any device."""
     out.copy_(token_ids, non_blocking=True)
 
 
@@ -41,9 +41,7 @@ class GpuResults:
     """Sampled tokens of launched steps, on their way to pinned memory: one buffer a step in flight,
     and an event that says when it is filled."""
 
-    def __init__(
-        self, *, max_num_seqs: int, max_in_flight: int, copy_out: CopyOut = copy_asynchronously
-    ) -> None:
+    def __init__(self, *, max_num_seqs: int, max_in_flight: int, copy_out: CopyOut) -> None:
         self._copy_out = copy_out
         self._free = deque(
             (torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=True), torch.Event())
