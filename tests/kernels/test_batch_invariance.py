@@ -120,7 +120,9 @@ def test_a_sequence_alone_and_in_a_crowd(device: str, tokens_are_rows: bool) -> 
 
 
 @GPU
-@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (40, 8, 128)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(16, 8, 128), (9, 3, 64), (24, 8, 128), (40, 8, 128), (32, 4, 128)], ids=str
+)
 def test_a_sequence_alone_and_in_a_crowd_at_full_size(heads: tuple[int, int, int]) -> None:
     generator = torch.Generator().manual_seed(7)
     contexts = torch.randint(1, 1500, (200,), generator=generator).tolist()

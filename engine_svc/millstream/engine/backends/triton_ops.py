@@ -67,7 +67,7 @@ class TritonOps:
         flash: FlashModule | None = None,
     ) -> None:
         """batch_sizes: ascending; a batch is served by the next larger one. invariant: a token's
-        values are the same bits in every batch (16-bit types; see not_invariant). flash: the module
+        values are the same bits in every batch (16-bit types; see products.py). flash: the module
         that attends in place of Triton's kernels."""
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
