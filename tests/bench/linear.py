@@ -35,6 +35,8 @@ BF16 = torch.bfloat16
 _MULTIPROCESSORS = 132
 _EPS = 1e-6
 _BYTES = 400 << 20  # of distinct weights: several times the L2
+_MAX_ELEMENTS = 1 << 31  # of an output: a tile's offsets have 32 bits
+_COMPILED_ROWS = 256  # at most: compiled kernels serve any number, and a prompt's are made slowly
 
 
 def _tile(block_m: int, block_n: int, block_k: int, stages: int, num_warps: int = 4) -> Tile:
@@ -99,6 +101,7 @@ class Product:
             tile
             for tile in candidates
             if fits(tile, rows, self.out_features, self.in_features)
+            and rows * self.out_features <= _MAX_ELEMENTS
             and 3 * -(-rows // tile.block_m) * self.out_features // tile.block_n >= _MULTIPROCESSORS
         ]
 
@@ -147,7 +150,7 @@ class Bench:
 
 def compile_one(product: Product, rows: int, config: Config) -> None:
     weight = torch.empty(product.out_features, product.in_features, dtype=BF16)
-    Bench(product, rows, "cpu").ours(config, weight)
+    Bench(product, min(rows, _COMPILED_ROWS), "cpu").ours(config, weight)
 
 
 def main() -> None:

@@ -5,9 +5,10 @@ number of sequences.
     python3 -m tests.bench.whole_runs --vary qkv o gate_up down [--best 3]
 
 Alone in a graph (tests.bench.attention, tests.bench.tiles) a kernel has other neighbours than in a
-step, and may be faster there than what is faster here. Each way is taken for a run of its own, by
-all steps: attention's those of kernels/decode_configs.py, a product's the tiles that are fastest
-alone, of each class of rows the first of them in one run, the second in the next, and so on.
+step, and may be faster there than what is faster here. Each way is taken for a run of its own.
+Attention's are those of kernels/decode_configs.py, by all steps but those of a few sequences; a
+product's the tiles that are fastest alone, of each class of rows the first of them in one run, the
+second in the next, and so on.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def step_times(llm: LLM, run: int) -> dict[int, list[float]]:
     requests = Workload().draw().shifted(7 * run, llm.info.vocab_size)
     with mock.patch.object(runner, "launch", launch):
         llm.generate(requests.prompts, requests.params, use_tqdm=False)
+    torch.cuda.synchronize()  # for the last end
     times = defaultdict(list)
     steps = zip(plans, ends, strict=True)
     for (before, begin), (plan, end) in itertools.pairwise(steps):
