@@ -65,7 +65,7 @@ _BY_PAIRS = (
 # So few pairs are worth all the cuts that keep programs busy.
 _FEW_PAIRS = 8 * 4
 _FEW_OF_TWO = replace(_WIDE, least_share=1)  # two query heads a KV head or one
-_FEW = DecodeConfig(
+_MASKED = DecodeConfig(  # more; and heads of other sizes, with as many registers as they like
     tile=64,
     num_warps=4,
     num_stages=2,
@@ -88,11 +88,11 @@ def choose_config(
     if head_dim == 128:
         pairs = batch * num_kv_heads
         if pairs <= _FEW_PAIRS:
-            return _FEW_OF_TWO if num_heads <= 2 * num_kv_heads else _FEW
+            return _FEW_OF_TWO if num_heads <= 2 * num_kv_heads else _MASKED
         return next(config for most, config in _BY_PAIRS if pairs <= most)
     # A few sequences are cut into as many items as run at once: more cost but combining.
     items = 2 if batch <= _FEW_SEQUENCES else 4
-    return replace(_FEW, max_registers=None, items_per_multiprocessor=items)
+    return replace(_MASKED, max_registers=None, items_per_multiprocessor=items)
 
 
 def invariant_config(
