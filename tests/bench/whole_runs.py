@@ -57,7 +57,7 @@ def main() -> None:
         alone.compile_all(sorted({most for name in products for most, _ in classes(name)}))
     for name in products:
         ways += product_ways(name, arguments.best)
-    llm = LLM(arguments.model, load_format="dummy")
+    llm = LLM(arguments.model, load_format="dummy", max_num_seqs=_MOST_ROWS)
     results = {}
     for run, (name, applied) in enumerate(ways):
         with applied:
