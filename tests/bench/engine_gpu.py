@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--block-size", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--profile", action="store_true", help="print the kernels of idle's steps")
     arguments = parser.parse_args()
@@ -54,6 +55,7 @@ def main() -> None:
         batch_invariant=arguments.batch_invariant,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        block_size=arguments.block_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
     )
     report(
