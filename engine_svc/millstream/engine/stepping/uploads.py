@@ -26,7 +26,6 @@ class Uploader:
         if device.type == "cuda":
             self._buffers = [_PinnedBuffer(_SMALLEST_BUFFER) for _ in range(_NUM_BUFFERS)]
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def __call__(self, arrays: Sequence[Ints]) -> list[torch.Tensor]:
@@ -50,8 +49,7 @@ class Uploader:
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             yield
-            self._done.record()
-        current.wait_event(self._done)
+        current.wait_stream(self._stream)
 
 
 class _PinnedBuffer:
