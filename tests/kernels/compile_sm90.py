@@ -21,6 +21,7 @@ import triton
 from tests.bench.compilation import Hopper
 from tests.kernels.attention_jobs import attention_jobs
 from tests.kernels.early_reads import EARLY_READS, PUBLISHING
+from tests.kernels.roles import BEFORE, epilogue_of
 from triton.runtime import driver
 
 from millstream.kernels import (
@@ -103,9 +104,8 @@ def products() -> Iterator[Job]:
 
 
 def scales_of(rows: int, shape: tuple[int, int]) -> set[int]:
-    """How many squares of a row of x a product is given: none, or what the product before it in
-    Qwen3-0.6B's layers leaves."""
-    before = {(4096, 1024): (1024, 3072), (6144, 1024): (1024, 2048)}.get(shape)
+    """How many squares of a row of x a product is given: none, or what the one before leaves."""
+    before = BEFORE.get(shape)
     tile = None if before is None else choose(rows, *before)
     return {0, linear.num_pieces(before[0], tile)} if before and isinstance(tile, Tile) else {0}
 
@@ -146,7 +146,7 @@ def linear_job(
 ) -> Job:
     """With the epilogue of the matrix's role, and a row's norm where its product can take it in.
     folded: norms are, so that what adds to the residual leaves its squares."""
-    epilogue = {6144: gemv.SWIGLU, 34816: gemv.SWIGLU, 1024: gemv.RESIDUAL}.get(size, gemv.PLAIN)
+    epilogue = epilogue_of((size, depth))
     residual = BF16 if epilogue == gemv.RESIDUAL else None
     constants = {"N": size, "K": depth, "EPILOGUE": epilogue, "num_warps": config.num_warps}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.roles import epilogue_of
 
 from millstream.kernels import reference
 from millstream.kernels.gemv import Norm
@@ -12,7 +13,7 @@ from millstream.kernels.linear import ScaledRows, Workspace, linear, num_pieces
 from millstream.kernels.linear_configs import _MEASURED, Config, Gemv, Tile, choose, fits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-EPILOGUES = ["plain", "residual", "swiglu"]
+EPILOGUES = ["plain", "residual", "swiglu"]  # by their numbers in gemv
 SMALL: list[tuple[int, Config]] = [
     (1, Gemv(block_n=4, block_k=128)),
     (1, Gemv(block_n=2, block_k=64, num_warps=1)),  # six chunks: two in the loop
@@ -31,11 +32,13 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 def tensors(
     rows: int, size: int, depth: int, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows + size * 3 + depth * 7)
-    x = torch.randn(rows, depth, generator=generator)
-    weight = torch.randn(size, depth, generator=generator) / depth**0.5
-    residual = torch.randn(rows, size, generator=generator)
-    return x.to(device, dtype), weight.to(device, dtype), residual.to(device, dtype)
+    generator = torch.Generator(device).manual_seed(rows + size * 3 + depth * 7)
+
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device)
+
+    x, weight, residual = drawn(rows, depth), drawn(size, depth), drawn(rows, size)
+    return x.to(dtype), (weight / depth**0.5).to(dtype), residual.to(dtype)
 
 
 def check(
@@ -182,9 +185,9 @@ def test_every_configuration_that_ships(device: str, size: int, depth: int) -> N
             if config is None:
                 continue
             x, weight, residual = tensors(rows, size, depth, device)
-            epilogue = {6144: "swiglu", 1024: "residual"}.get(size, "plain")
+            epilogue = EPILOGUES[epilogue_of((size, depth))]
             check(x, weight, residual, config, epilogue, workspace)
-            added, swiglu = residual if size == 1024 else None, size == 6144
+            added, swiglu = residual if epilogue == "residual" else None, epilogue == "swiglu"
             outs = [
                 linear(x, weight, config, workspace, residual=added, swiglu=swiglu)
                 for _ in range(20)

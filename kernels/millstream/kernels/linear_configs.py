@@ -36,25 +36,31 @@ class Tile:
 
 Config = Gemv | Tile
 
+_ROW = Gemv(block_n=4)
+_16X128 = Tile(block_m=16, block_n=128, block_k=128, stages=5)
+_64X16 = Tile(block_m=64, block_n=16, block_k=256, stages=5)
+_64X32 = Tile(block_m=64, block_n=32, block_k=256, stages=4)
+_64X64 = Tile(block_m=64, block_n=64, block_k=128, stages=5)
+_64X128 = Tile(block_m=64, block_n=128, block_k=128, stages=4)
 # (out_features, in_features) -> (up to so many rows, configuration or None), by rows.
 _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config | None], ...]] = {
     # Qwen3-0.6B: qkv, where the heads are another kernel's (see _HEADS)
     (4096, 1024): (
-        (1, Gemv(block_n=4)),
+        (1, _ROW),
         (16, Tile(block_m=16, block_n=64, block_k=512, num_warps=8)),
-        (64, Tile(block_m=64, block_n=32, block_k=256, stages=4)),
-        (128, Tile(block_m=64, block_n=64, block_k=128, stages=5)),
+        (64, _64X32),
+        (128, _64X64),
     ),
     # o
     (1024, 2048): (
         (1, Gemv(block_n=2, block_k=2048, num_warps=1)),
         (16, Tile(block_m=16, block_n=32, block_k=256, num_warps=2, split_k=4)),
-        (128, Tile(block_m=64, block_n=16, block_k=256, stages=5)),
-        (256, Tile(block_m=64, block_n=32, block_k=256, stages=4)),
+        (128, _64X16),
+        (256, _64X32),
     ),
     # gate_up
     (6144, 1024): (
-        (1, Gemv(block_n=4)),
+        (1, _ROW),
         (16, Tile(block_m=16, block_n=64, block_k=1024, num_warps=8)),
         (64, Tile(block_m=64, block_n=64, block_k=128, stages=4)),
         (128, Tile(block_m=128, block_n=64, block_k=64, stages=6)),
@@ -68,26 +74,43 @@ _MEASURED: dict[tuple[int, int], tuple[tuple[int, Config | None], ...]] = {
         (1, Gemv(block_n=4, num_warps=4)),
         (16, Tile(block_m=16, block_n=32, block_k=256, split_k=4)),
         (64, Tile(block_m=64, block_n=16, block_k=256, stages=5, split_k=2)),
-        (128, Tile(block_m=64, block_n=16, block_k=256, stages=5)),
-        (256, Tile(block_m=64, block_n=32, block_k=256, stages=4)),
+        (128, _64X16),
+        (256, _64X32),
     ),
     # the LM head
     (151936, 1024): (
-        (1, Gemv(block_n=4)),
+        (1, _ROW),
         (16, Tile(block_m=16, block_n=128, block_k=128, stages=4)),
-        (64, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
+        (64, _64X128),
     ),
+    # Llama-3.2-1B: qkv, o, gate_up, down, the LM head
+    (3072, 2048): ((1, _ROW), (64, _64X32), (128, _64X64)),
+    (2048, 2048): ((1, _ROW), (64, _64X16), (128, _64X32)),
+    (16384, 2048): (
+        (1, _ROW),
+        (16, _16X128),
+        (64, _64X128),
+        (128, Tile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=5)),
+    ),
+    (2048, 8192): ((1, _ROW), (64, _64X16), (128, _64X32)),
+    (128256, 2048): ((1, _ROW), (16, _16X128), (64, _64X128)),
+    # Qwen3-8B
+    (6144, 4096): ((1, _ROW), (64, Tile(block_m=64, block_n=64, block_k=128, stages=4))),
+    (4096, 4096): ((1, _ROW), (64, _64X32)),
+    (24576, 4096): ((1, _ROW), (16, _16X128), (64, _64X128)),
+    (4096, 12288): ((1, _ROW), (64, _64X32)),
+    (151936, 4096): ((1, _ROW), (16, _16X128), (64, _64X128)),
 }
 # The same of QKV's product in qkv_heads.py, where it is faster than linear.py's and what follows.
 _HEADS: dict[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
     (4096, 1024): (
         (128, None),
-        (256, Tile(block_m=64, block_n=128, block_k=128, stages=4)),
+        (256, _64X128),
         (512, None),
         (_MANY, Tile(block_m=128, block_n=128, block_k=64, stages=3, across=True)),
     ),
 }
-_ONE_ROW = (Gemv(block_n=4), Gemv(block_n=4, block_k=512))
+_ONE_ROW = (_ROW, Gemv(block_n=4, block_k=512))
 
 
 def choose(num_rows: int, out_features: int, in_features: int) -> Config | None:
