@@ -8,7 +8,7 @@ import pytest
 
 from millstream.client.bench.in_process import step_latencies
 from millstream.client.bench.metrics import Goals, latencies, percentiles_ms, summary
-from millstream.client.bench.traces import Trace, traces_of
+from millstream.client.bench.traces import StreamTraces, Trace
 from millstream.rpc.errors import Cancelled, QueueFull, to_status
 from millstream.v1 import engine_pb2
 
@@ -31,6 +31,18 @@ def finished(handle: int, prompt: int = 0, cached: int = 0) -> engine_pb2.Finish
 def step(handles: list[int], counts: list[int] | None = None) -> engine_pb2.StepOutput:
     total = sum(counts or [1] * len(handles))
     return engine_pb2.StepOutput(handles=handles, token_ids=[5] * total, counts=counts or [])
+
+
+Arrival = tuple[float, engine_pb2.GenerateResponse]  # when, and the message
+
+
+def traces_of(streams: list[list[Arrival]], sent_s: dict[str, float]) -> dict[str, Trace]:
+    traces = {request_id: Trace(sent_s=when) for request_id, when in sent_s.items()}
+    for arrivals in streams:
+        stream = StreamTraces(traces)
+        for when, message in arrivals:
+            stream.note(when, message)
+    return traces
 
 
 def test_traces_of_a_stream() -> None:

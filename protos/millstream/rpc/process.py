@@ -1,4 +1,4 @@
-"""The outermost frame of a service process: event loop, exit code, a line when it cannot start."""
+"""The outermost frame of a process: event loop, exit code, a line when it cannot start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_and_exit(prog: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
     from millstream.rpc.server import StartError  # brings grpc
 
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             code = runner.run(_deaf_at_the_end(serve()))
     except StartError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)  # noqa: T201
@@ -43,7 +43,7 @@ async def _deaf_at_the_end(serving: Coroutine[Any, Any, int]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's, where it is installed: 1.3 to 2 times as fast for a message per step."""
     try:
         import uvloop

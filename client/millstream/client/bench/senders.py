@@ -14,7 +14,7 @@ import grpc
 
 from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
-from millstream.client.bench.traces import Arrival, Trace, traces_of
+from millstream.client.bench.traces import StreamTraces, Trace
 from millstream.client.engine_stream import Observer
 from millstream.client.naming import from_service
 from millstream.client.workload import Requests
@@ -44,17 +44,14 @@ class OneStream:
         """`client` is to be set before `send`, and to have observers from here."""
         self.client: AsyncClient | None = None
         self._progress = progress
-        self._streams: list[list[Arrival]] = []
-        self._sent: dict[str, float] = {}
-        self._errors: dict[str, str] = {}
+        self._traces: dict[str, Trace] = {}
 
     def new_observer(self) -> Observer:
         """For one engine's stream: two would use the same handles."""
-        arrivals: list[Arrival] = []
-        self._streams.append(arrivals)
+        stream = StreamTraces(self._traces)
 
         def observe(message: engine_pb2.GenerateResponse) -> None:
-            arrivals.append((time.perf_counter(), message))
+            stream.note(time.perf_counter(), message)
             self._progress.note(
                 num_tokens=len(message.output.token_ids), num_ended=len(message.finished)
             )
@@ -66,7 +63,7 @@ class OneStream:
 
     async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
         assert self.client is not None
-        self._sent.update(dict.fromkeys(ids, sent_s))
+        self._traces.update((request_id, Trace(sent_s=sent_s)) for request_id in ids)
         outputs = await self.client.generate(
             requests.prompts,
             requests.params,
@@ -77,15 +74,11 @@ class OneStream:
         )
         for request_id, output in zip(ids, outputs, strict=True):
             if isinstance(output, Exception):
-                self._errors[request_id] = str(output)
+                self._traces[request_id].error = str(output)
 
     def take_traces(self) -> dict[str, Trace]:
-        traces = traces_of(self._streams, self._sent)
-        for request_id, error in self._errors.items():
-            traces[request_id].error = error
-        self._sent, self._errors = {}, {}
-        for arrivals in self._streams:
-            arrivals.clear()
+        traces = self._traces.copy()
+        self._traces.clear()
         return traces
 
 
@@ -120,24 +113,21 @@ class StreamPerRequest:
         submission = engine_pb2.Submission(
             handle=1, token_ids=prompt, sampling=to_proto(params), request_id=request_id
         )
-        arrivals: list[Arrival] = []
-        error: str | None = None
+        trace = self._traces[request_id] = Trace(sent_s=sent_s)
+        stream = StreamTraces(self._traces)
         call = next(self._stubs).Generate()
         try:
             await call.write(engine_pb2.GenerateRequest(submit=[submission]))
             await call.done_writing()
             while (message := await call.read()) is not grpc.aio.EOF:
-                arrivals.append((time.perf_counter(), message))
+                stream.note(time.perf_counter(), message)
                 self._progress.note(num_tokens=len(message.output.token_ids))
                 for rejected in message.rejected:
-                    error = from_service(rejected.status).message
+                    trace.error = from_service(rejected.status).message
         except grpc.aio.AioRpcError as failure:
-            error = from_rpc_error(failure).message
+            trace.error = trace.error or from_rpc_error(failure).message
         finally:
             call.cancel()
-        trace = traces_of([arrivals], {request_id: sent_s})[request_id]
-        trace.error = trace.error or error
-        self._traces[request_id] = trace
         self._progress.note(num_ended=1)
 
 

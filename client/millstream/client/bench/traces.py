@@ -1,15 +1,14 @@
-"""What a client saw of its requests: made from a stream's messages and when they came."""
+"""What a client saw of its requests, noted as a stream's messages come. Messages are not kept: the
+garbage collector would look at all of them again and again, a twentieth of the client's work."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millstream.client.naming import from_service
 from millstream.v1 import engine_pb2
-
-Arrival = tuple[float, engine_pb2.GenerateResponse]  # when, and the message
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,30 +49,27 @@ class Trace:
         ]
 
 
-def traces_of(
-    streams: Iterable[Iterable[Arrival]], sent_s: Mapping[str, float]
-) -> dict[str, Trace]:
-    """By request id, the traces of the messages of Generate streams. `sent_s`: when each was sent;
-    other requests of the streams are left out. A request that was refused and sent again, to the
-    same engine or another, is one."""
-    traces = {request_id: Trace(sent_s=when) for request_id, when in sent_s.items()}
-    for arrivals in streams:
-        _add_stream(arrivals, traces)
-    return traces
+class StreamTraces:
+    """Notes what comes on one Generate stream of the requests in `traces`, by request id; other
+    requests of the stream are left out. A request that was refused and sent again, to the same
+    engine or another, is one."""
 
+    def __init__(self, traces: Mapping[str, Trace]) -> None:
+        """traces: looked at when a request is accepted."""
+        self._traces = traces
+        self._live: dict[int, Trace] = {}  # by handle
 
-def _add_stream(arrivals: Iterable[Arrival], traces: Mapping[str, Trace]) -> None:
-    """Completes the traces by the messages of one stream."""
-    live: dict[int, Trace] = {}  # by handle
-    for when, message in arrivals:
+    def note(self, when_s: float, message: engine_pb2.GenerateResponse) -> None:
+        """The stream's next message, and when it came."""
+        live = self._live
         for accepted in message.accepted:
-            if accepted.request_id in traces:
-                live[accepted.handle] = traces[accepted.request_id]
+            if accepted.request_id in self._traces:
+                live[accepted.handle] = self._traces[accepted.request_id]
         output = message.output
         counts = output.counts or itertools.repeat(1, len(output.handles))
         for handle, count in zip(output.handles, counts, strict=True):
             if handle in live:
-                live[handle].pieces.append((when, count))
+                live[handle].pieces.append((when_s, count))
         for finished in message.finished:
             trace = live.pop(finished.handle, None)
             if trace is not None:

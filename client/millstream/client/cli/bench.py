@@ -19,6 +19,7 @@ from millstream.client.bench.runs import Load, Run
 from millstream.client.bench.targets import Target, open_sender
 from millstream.client.cli import bench_flags
 from millstream.client.workload import Workload
+from millstream.rpc.process import loop_factory
 
 HELP = "measure tokens/s and latencies of an engine"
 THROUGHPUT_HELP = "many requests at once: tokens/s"
@@ -112,7 +113,8 @@ def _run(
     if in_process:
         engine = _in_process(target, make_loads, progress, show)
     else:
-        engine = asyncio.run(_through_grpc(target, make_loads, progress, goals, show))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            engine = runner.run(_through_grpc(target, make_loads, progress, goals, show))
     workload = bench_flags.workload(args)
     figures = report.document(
         bench, target, workload, done, in_process=in_process, engine=engine, goals=goals
