@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -15,6 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millstream.rpc.server import ServerConfig, StartError, run_service
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_frozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
 
 
 class Noted:
@@ -92,6 +100,16 @@ async def test_a_signal_drains_and_closes(number: int) -> None:
     terminate(number)
     assert await running.ended() == 0
     assert running.service.events == ["register", "load", "drain 3", "close"]
+
+
+async def test_what_a_start_made_is_kept_from_the_garbage_collector() -> None:
+    running = Running(Noted(load_s=0.1))
+    await asyncio.sleep(0.05)
+    assert gc.get_freeze_count() == 0
+    await running.port()
+    assert gc.get_freeze_count() > 10_000  # a full collection would look at them
+    terminate()
+    await running.ended()
 
 
 async def test_the_end_of_the_parent_drains_and_closes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -86,6 +87,7 @@ async def run_service(service: Service, config: ServerConfig) -> int:
             logger.info("stopped while loading")
             return 0
         loading.result()
+        _freeze_what_lives()
         health.set_serving(True)
         listening = address(config.host, port)
         logger.info("serving on %s after %.1f s", listening, time.monotonic() - started)
@@ -111,6 +113,13 @@ async def run_service(service: Service, config: ServerConfig) -> int:
         await server.stop(CLOSE_GRACE_S)
     logger.info("stopped")
     return 0 if failure is None else 1
+
+
+def _freeze_what_lives() -> None:
+    """Modules, messages' classes and the service live to the end: never look at them again when
+    collecting garbage, which would hold all streams up for 20 ms, several times a second."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
