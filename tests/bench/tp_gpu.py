@@ -37,7 +37,7 @@ LIMITS = {"ring": 40, "sums": 90, "parity": 150, "kill": 90, "replicas": 150, "s
 SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 NORM_HIDDEN = 5120
 TIE = 0.25  # of the logits' standard deviation
-PARITY_TOKENS = 32
+PARITY_TOKENS = 64
 
 
 def report(name: str, /, **figures: Any) -> None:
