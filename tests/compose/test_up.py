@@ -169,7 +169,7 @@ class TestUp:
     def test_client_service(self, stack: Stack) -> None:
         ask = ("run", "--rm", "client", "generate", _QUESTION)
         assert "Paris" in stack.compose(*ask, "--temperature", "0")
-        assert stack.compose(*ask).strip()
+        assert stack.compose(*ask, "--max-tokens", "16").strip()
         assert "engine engine:50051: serving" in stack.compose("run", "--rm", "client", "health")
 
     def test_containers_are_confined(self, stack: Stack) -> None:
@@ -290,6 +290,23 @@ def test_images(stack: Stack) -> None:
     print(f"\nMB above the base image of {base / 1e6:.0f}: {sizes}")
     assert sizes["client"] < 120
     assert sizes["tokenizer"] < 265  # the base image proper has about 130
+
+
+def test_on_a_gpu_what_triton_compiles_stays(stack: Stack) -> None:
+    """A volume that the service may write to, and load code from. No GPU is needed here."""
+    files = ["--file", "docker-compose.yml", "--file", "deploy/docker-compose.gpu.yml"]
+    shown = json.loads(stack.compose(*files, "config", "--format", "json", GPUS="2"))
+    engine = shown["services"]["engine"]
+    (gpus,) = engine["deploy"]["resources"]["reservations"]["devices"]
+    assert (gpus["count"], gpus["driver"]) == (2, "nvidia")
+    folder = engine["environment"]["TRITON_CACHE_DIR"]
+    (mounted,) = [each for each in engine["volumes"] if each["target"] == folder]
+    assert mounted["type"] == "volume" and mounted["source"] in shown["volumes"]
+    assert engine["environment"]["HF_HUB_OFFLINE"] == "1"  # nothing else is gone
+    confined = ["--read-only", "--cap-drop", "ALL", "--volume", folder, "--entrypoint", "sh"]
+    command = f"cp /bin/true {folder}/kernel && {folder}/kernel && id -u"
+    user = _run("docker", "run", "--rm", *confined, "millstream-engine", "-c", command)
+    assert user.strip() == "10001"
 
 
 def test_down_ends_it(stack: Stack) -> None:
