@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from tests.fake_services import EOS, FakeServices
 
 from millstream.client.__main__ import run
+from millstream.engine.config import EngineConfig
 
 _COMMANDS = ("serve", "demo", "generate", "chat", "health", "fetch", "import-gguf", "bench")
 
@@ -237,6 +239,22 @@ def test_help_is_complete(command: str, capsys: pytest.CaptureFixture[str]) -> N
     # Every flag has a line of its own that says something, or names its value.
     for flag in set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE)):
         assert re.search(rf"^  {flag}\b.*(\n +\S|  \S|[A-Z])", shown, re.MULTILINE), flag
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "bench"])
+def test_help_has_the_engines_defaults(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run([command, "--help"])
+    shown = _without_spaces(capsys.readouterr().out)  # argparse breaks lines
+    for field in dataclasses.fields(EngineConfig):
+        if field.default is not None:
+            told = f"{field.metadata['argument']['help']} (default: {field.default})"
+            assert _without_spaces(told) in shown, field.name
+    assert "(default:[])" not in shown
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def test_health(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
