@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,21 @@ from millstream.client.__main__ import run
 from millstream.engine.config import EngineConfig
 
 _COMMANDS = ("serve", "demo", "generate", "chat", "health", "fetch", "import-gguf", "bench")
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Iterator[None]:
+    """What a command sets for a process of its own: `serve` ends at SIGTERM by an exception, which
+    whatever test comes later would take for its own, and logs to a stream that pytest closes."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    root = logging.getLogger()
+    level = root.level
+    yield
+    signal.signal(signal.SIGTERM, on_sigterm)
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
 
 
 def test_generate_prints_the_text(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
