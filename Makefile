@@ -28,10 +28,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	deploy/tools/check_protos.sh
+	PYTHON=$(BIN)/python deploy/tools/check_protos.sh
 
 proto: setup
-	deploy/tools/gen_protos.sh
+	PYTHON=$(BIN)/python deploy/tools/gen_protos.sh
 
 bench: setup
 	$(BIN)/python -m tests.bench.wire --runner instant

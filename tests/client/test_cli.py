@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -12,14 +14,31 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.fake_services import EOS, FakeServices
 
 from millstream.client.__main__ import run
+from millstream.engine.config import EngineConfig
 
 _COMMANDS = ("serve", "demo", "generate", "chat", "health", "fetch", "import-gguf", "bench")
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Iterator[None]:
+    """What a command sets for a process of its own: `serve` ends at SIGTERM by an exception, which
+    whatever test comes later would take for its own, and logs to a stream that pytest closes."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    root = logging.getLogger()
+    level = root.level
+    yield
+    signal.signal(signal.SIGTERM, on_sigterm)
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
 
 
 def test_generate_prints_the_text(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +256,22 @@ def test_help_is_complete(command: str, capsys: pytest.CaptureFixture[str]) -> N
     # Every flag has a line of its own that says something, or names its value.
     for flag in set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE)):
         assert re.search(rf"^  {flag}\b.*(\n +\S|  \S|[A-Z])", shown, re.MULTILINE), flag
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "bench"])
+def test_help_has_the_engines_defaults(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run([command, "--help"])
+    shown = _without_spaces(capsys.readouterr().out)  # argparse breaks lines
+    for field in dataclasses.fields(EngineConfig):
+        if field.default is not None:
+            told = f"{field.metadata['argument']['help']} (default: {field.default})"
+            assert _without_spaces(told) in shown, field.name
+    assert "(default:[])" not in shown
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def test_health(targets: list[str], capsys: pytest.CaptureFixture[str]) -> None:

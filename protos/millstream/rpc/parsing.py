@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import NoReturn
+
+_DEFAULT = re.compile(r"\bdefault[:)]")
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,11 +18,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default, unless the text tells what happens without the flag."""
+    """Shows a default that is a value, unless the text tells what happens without the flag."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        unset = action.default is None or "default:" in (action.help or "")
-        return action.help if unset else super()._get_help_string(action)
+        is_switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
+        is_told = is_switch or action.default in (None, []) or _DEFAULT.search(action.help or "")
+        return action.help if is_told else super()._get_help_string(action)
 
 
 def number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:

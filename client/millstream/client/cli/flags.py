@@ -15,7 +15,7 @@ from millstream.client.client import Client
 from millstream.client.jobs import RequestOptions
 from millstream.client.launch import import_service
 from millstream.client.types import Output
-from millstream.rpc.parsing import number
+from millstream.rpc.parsing import HelpFormatter, number
 from millstream.rpc.sampling_params import SamplingParams, to_proto
 
 # Where the services are when no flag says so; a container's environment knows better.
@@ -211,7 +211,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of millstream-engine. Raises LaunchError where that is not installed."""
+    """The flags of millstream-engine, and its defaults in the help. Raises LaunchError where that
+    is not installed."""
+    parser.formatter_class = HelpFormatter
     import_service("millstream.engine.config").add_arguments(
         parser.add_argument_group("engine (the flags of millstream-engine)")
     )
