@@ -275,6 +275,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.fail_at_token: int | None = None  # of every sequence
         self.break_after_messages: int | None = None  # then the stream ends UNAVAILABLE
         self.hold = False  # Encode and Decode do not answer
+        self.deaf = False  # Detokenize does not
         self.encode_calls = 0
         self.encoded: list[str] = []
         self.decoded = 0  # sequences
@@ -360,7 +361,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
                     self._answer(sequences, handle, sequences[handle].flush(), response)
                     sequences.pop(handle, None)
             self.open_sequences = len(sequences)
-            yield response
+            if not self.deaf:
+                yield response
 
     @staticmethod
     def _answer(

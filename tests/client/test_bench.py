@@ -121,6 +121,31 @@ async def test_failures_are_counted(services: FakeServices) -> None:
         assert "empty or too large" in measured.errors[0]
 
 
+@pytest.mark.parametrize("target", [{}, {"streams": "per-request"}, {"text": True}])
+async def test_an_engine_that_breaks_is_what_failed(
+    services: FakeServices, target: dict[str, Any]
+) -> None:
+    services.engine.step_s = 0.05  # all are submitted by then
+    services.engine.break_after_tokens = 8
+    measured = await _measure(services, _load([0.0] * 6, vocab_size=90), **target)
+    assert measured.figures["failed"] == len(measured.errors) > 0
+    assert all("the engine broke" in error for error in measured.errors)
+
+
+@pytest.mark.parametrize("target", [{}, {"text": True}])
+async def test_one_at_a_time_ends_with_the_engine(
+    services: FakeServices, target: dict[str, Any]
+) -> None:
+    """Each further request would wait 10 s for an engine that is gone."""
+    services.engine.break_after_tokens = 8
+    measured = await _measure(services, _load(None, vocab_size=90), **target)
+    sent = [one for message in services.engine.messages for one in message.submit]
+    assert 2 <= len(sent) <= 3
+    assert measured.figures["requests"] == 6
+    assert measured.figures["failed"] == len(measured.errors) == 6 - (len(sent) - 1)
+    assert all("the engine broke" in error for error in measured.errors)
+
+
 def test_serve_loads_share_no_prompt() -> None:
     loads = serve_loads(_WORKLOAD, 1000, [1.0, 50.0, float("inf")])
     firsts = [load.requests.prompts[0] for load in loads]

@@ -9,7 +9,7 @@ import pytest
 from millstream.client.bench.in_process import step_latencies
 from millstream.client.bench.metrics import Goals, latencies, percentiles_ms, summary
 from millstream.client.bench.traces import StreamTraces, Trace
-from millstream.rpc.errors import Cancelled, QueueFull, to_status
+from millstream.rpc.errors import Cancelled, EngineUnavailable, QueueFull, to_status
 from millstream.v1 import engine_pb2
 
 STOP = engine_pb2.FINISH_REASON_STOP
@@ -100,14 +100,16 @@ def test_an_end_with_a_status_is_a_failure() -> None:
     ended = engine_pb2.Finished(handle=1, status=to_status(Cancelled("gone")))
     arrivals = [(1.0, message(accepted=[accepted(1, "a")], output=step([1]), finished=[ended]))]
     (trace,) = traces_of([arrivals], {"a": 0.0}).values()
-    assert trace.error == "gone"
+    assert str(trace.error) == "gone"
 
 
 def test_summary_counts_what_was_answered() -> None:
     traces = [
         Trace(sent_s=0.0, pieces=[(0.1, 1), (0.3, 2)], prompt_tokens=10, cached_tokens=4),
         Trace(sent_s=1.0, pieces=[(1.4, 1)], prompt_tokens=5),
-        Trace(sent_s=1.0, pieces=[(1.2, 1)], prompt_tokens=100, error="engine gone"),
+        Trace(
+            sent_s=1.0, pieces=[(1.2, 1)], prompt_tokens=100, error=EngineUnavailable("engine gone")
+        ),
         Trace(sent_s=1.0),
     ]
     figures = summary(traces, 2.0, Goals(ttft=200))
@@ -138,7 +140,7 @@ def test_summary_counts_what_was_answered() -> None:
 def test_goals(goals: Goals, kept: bool) -> None:
     assert goals.kept_by(Trace(sent_s=0.0, pieces=[(0.1, 1), (0.5, 2)])) is kept
     assert not goals.kept_by(Trace(sent_s=0.0))
-    assert not goals.kept_by(Trace(sent_s=0.0, pieces=[(0.1, 1)], error="lost"))
+    assert not goals.kept_by(Trace(sent_s=0.0, pieces=[(0.1, 1)], error=EngineUnavailable("lost")))
 
 
 def test_itls_add_up_to_the_time_between_first_and_last_token() -> None:

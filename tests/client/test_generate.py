@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from tests.fake_services import EOS, FakeServices, fake_services, settled, until
@@ -219,6 +220,38 @@ async def test_a_deadline_ends_the_request(client: AsyncClient, services: FakeSe
         async for _ in client.stream("x", endless, timeout_s=0.1):
             pass
     assert services.engine.live == 0
+
+
+@pytest.mark.parametrize("silent", ["engine", "tokenizer", "encode"])
+async def test_a_deadline_ends_the_request_when_a_service_says_nothing(
+    client: AsyncClient, services: FakeServices, silent: str
+) -> None:
+    """As one that is suspended, or behind a network that lost the connection."""
+    await client.generate("both streams are open")
+    services.engine.deaf = silent == "engine"
+    services.tokenizer.deaf = silent == "tokenizer"
+    services.tokenizer.hold = silent == "encode"
+    prompt: Any = "x" if silent == "encode" else [1]
+    async with asyncio.timeout(5):
+        with pytest.raises(DeadlineExceeded, match=r"^timeout_s: "):
+            await client.generate(prompt, timeout_s=0.1)
+        with pytest.raises(DeadlineExceeded, match=r"^timeout_s: "):
+            async for _ in client.stream(prompt, timeout_s=0.1):
+                pass
+        outcomes = await client.generate([prompt] * 3, timeout_s=0.1, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [DeadlineExceeded] * 3
+    services.engine.deaf = services.tokenizer.deaf = services.tokenizer.hold = False
+
+
+async def test_a_deadline_ends_the_wait_for_services() -> None:
+    nobody = "127.0.0.1:1"
+    async with AsyncClient(nobody, nobody, timeout_s=60) as client, asyncio.timeout(5):
+        for prompt in ("x", [1]):
+            with pytest.raises(DeadlineExceeded, match=r"^timeout_s: "):
+                await client.generate(prompt, timeout_s=0.1)
+            with pytest.raises(DeadlineExceeded, match=r"^timeout_s: "):
+                async for _ in client.stream(prompt, timeout_s=0.1):
+                    pass
 
 
 async def test_cancelling_the_task_cancels_the_requests(

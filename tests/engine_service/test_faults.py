@@ -69,6 +69,7 @@ async def test_rows_25_26_a_failed_core_ends_everything(trouble: int | None, say
                 assert code is UNAVAILABLE
                 assert says in details
             assert await asked.code() is UNAVAILABLE  # row 21: a status, never silence
+            assert says in await asked.details(), "ours, not that of the server's end"
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await Stream(stub).read()
             assert failure.value.code() is UNAVAILABLE

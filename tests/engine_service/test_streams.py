@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from millstream.engine.frontend.clients import Client
 from millstream.engine.frontend.step_parts import StepPart
 from millstream.engine.frontend.streams import (
     MAX_ACCEPTED_BYTES,
@@ -222,6 +223,19 @@ async def test_timers_end_with_their_requests() -> None:
     assert [timer.cancelled() for timer in timers] == [True, False]
     assert stream.close() == [1]
     assert timers[1].cancelled()
+
+
+async def test_a_client_has_nothing_live_once_its_streams_are_closed() -> None:
+    """One with an API key lives on with its other streams."""
+    client = Client(1)
+    stream, other = Stream(1, client), Stream(2, client)
+    for handle in range(3):
+        accept(stream, handle)
+    accept(other, 0)
+    add_step(stream, [], [], finished(2))
+    assert client.num_live == 3
+    stream.close()
+    assert client.num_live == 1
 
 
 async def test_ends_with_ok_once_everything_is_sent() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.engine_processes import engine
 
+from millstream.rpc import options
 from millstream.rpc.health import Health
 from millstream.rpc.options import Options, address, channel_options, is_local, server_options
 
@@ -75,6 +78,26 @@ async def test_row_86_even_an_eager_client_is_not_sent_away() -> None:
         return bool(away)
 
     assert await asyncio.gather(sent_away(server_options()), sent_away([])) == [False, True]
+
+
+async def test_a_service_that_answers_no_ping_is_lost_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is suspended, and its kernel holds the connection: gRPC's own limit is a minute."""
+    monkeypatch.setattr(options, "KEEPALIVE_MS", 1000)
+    monkeypatch.setattr(options, "KEEPALIVE_TIMEOUT_MS", 1000)
+    with engine() as suspended:
+        target = suspended.target
+        async with grpc.aio.insecure_channel(target, options=channel_options(target)) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            suspended.process.send_signal(signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(10):
+                    with pytest.raises(grpc.aio.AioRpcError, match="ping timeout"):
+                        await watch.read()
+            finally:
+                suspended.process.send_signal(signal.SIGCONT)
 
 
 async def test_row_23_a_second_server_cannot_have_the_port() -> None:

@@ -7,9 +7,11 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import Any
 
+from millstream.client.deadlines import last_word, until
 from millstream.client.engine_stream import EngineStream
 from millstream.client.jobs import Job
 from millstream.client.retries import delay_s
@@ -26,7 +28,6 @@ from millstream.rpc.errors import (
     QueueFull,
 )
 
-T = TypeVar("T")
 Outcome = Output | BaseException
 
 
@@ -70,13 +71,13 @@ class Executor:
         has a full queue; again, as often as it allows, if all have."""
         self._services.check_open()
         deadline = _deadline(job)
-        (encoded,) = await self.tokenizer.encode_jobs([job])
+        (encoded,) = await self._encode([job], deadline)
         if isinstance(encoded, MillstreamError):
             raise encoded
         tried: list[EngineStream] = []
         attempt = 0
         while True:
-            engine, text = await self._streams(job, tried)
+            engine, text = await self._streams(job, tried, deadline)
             samples = submit(engine, text, job, deadline, follow=True)
             may_move = len(tried) + 1 < len(self._services.engines)
             may_retry = attempt < (job.max_retries or 0)
@@ -111,16 +112,25 @@ class Executor:
                 tick()
 
         deadlines = [None if isinstance(job, MillstreamError) else _deadline(job) for job in chunk]
-        encoded = await self.tokenizer.encode_jobs(chunk)
+        encoded = await self._encode(chunk, max(filter(None, deadlines), default=None))
         runs = map(run, encoded, deadlines)
         return await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _encode(
+        self, chunk: Sequence[Job | MillstreamError], deadline: float | None
+    ) -> Sequence[Job | MillstreamError]:
+        """The jobs with the ids of their texts, or what became of them."""
+        try:
+            return await until(deadline, self.tokenizer.encode_jobs(chunk), "its text was encoded")
+        except DeadlineExceeded as error:
+            return [job if isinstance(job, MillstreamError) else copy(error) for job in chunk]
 
     async def _run_job(self, job: Job, deadline: float | None) -> Output:
         """Submits an encoded job, to another engine if one goes away before it has accepted it or
         has a full queue, and waits for its output."""
         tried: list[EngineStream] = []
         while True:
-            engine, text = await self._streams(job, tried)
+            engine, text = await self._streams(job, tried, deadline)
             tried.append(engine)
             may_move = len(tried) < len(self._services.engines)
             samples = await self._run_on(engine, text, job, deadline, may_move=may_move)
@@ -130,7 +140,10 @@ class Executor:
             moves = samples.never_taken or samples.found_queue_full is not None
             if not (may_move and moves):
                 output = samples.output()
-                return await self._texts.add_to(output) if job.detokenize else output
+                if not job.detokenize:
+                    return output
+                texts = self._texts.add_to(output)
+                return await until(last_word(deadline), texts, "its tokens' texts came")
 
     async def _run_on(
         self,
@@ -145,7 +158,8 @@ class Executor:
         returns what has ended. None: of several engines, this one went away while the job waited
         to be submitted."""
         with engine.expecting(job.most_tokens):
-            places = await _until(deadline, engine.places.take(job.num_samples))
+            taking = engine.places.take(job.num_samples)
+            places = await until(deadline, taking, "the engine had room")
         try:
             for attempt in itertools.count():
                 if engine.broken and len(self._services.engines) > 1:
@@ -166,28 +180,21 @@ class Executor:
 
     async def _wait_for_room(self, full: QueueFull, attempt: int, deadline: float | None) -> None:
         seconds = delay_s(full.retry_after_s, attempt, self._rng)
-        await _until(deadline, asyncio.sleep(seconds))
+        await until(deadline, asyncio.sleep(seconds), "the engine had room")
 
     async def _streams(
-        self, job: Job, tried: Sequence[EngineStream]
+        self, job: Job, tried: Sequence[EngineStream], deadline: float | None
     ) -> tuple[EngineStream, TextStream | None]:
+        there = "the services were there"
         if job.source is None and not job.detokenize:
-            return await self._services.engine_stream(tried), None
-        return await self._services.both(tried)
+            return await until(deadline, self._services.engine_stream(tried), there), None
+        return await until(deadline, self._services.both(tried), there)
 
 
 def _deadline(job: Job) -> float | None:
     if job.timeout_s is None:
         return None
     return asyncio.get_running_loop().time() + job.timeout_s
-
-
-async def _until(deadline: float | None, waiting: Awaitable[T]) -> T:
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await waiting
-    except TimeoutError:
-        raise DeadlineExceeded("timeout_s: it passed before the engine had room") from None
 
 
 @contextlib.contextmanager

@@ -37,7 +37,9 @@ class RequestOptions(TypedDict, total=False):
     """Keywords of generate, stream, chat and chat_stream."""
 
     detokenize: bool  # default True; False: token ids only, text stays ""
-    timeout_s: float | None  # ends the request with DeadlineExceeded, queueing included
+    # Ends the request with DeadlineExceeded, queueing and waiting for services included; soon after
+    # it also when a service says nothing.
+    timeout_s: float | None
     cache_salt: str  # prefix-cache blocks are shared only between equal salts
     request_id: str | Sequence[str]  # for logs; one per prompt
     priority: int  # smaller is served first; default 0

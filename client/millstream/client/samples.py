@@ -7,6 +7,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
+from millstream.client.deadlines import last_word, until
 from millstream.client.generation import Generation
 from millstream.client.types import Delta, Output
 from millstream.rpc.errors import QueueFull
@@ -15,9 +16,13 @@ from millstream.rpc.errors import QueueFull
 class Samples:
     """Generations that share `changed`, and one reader who waits for it."""
 
-    def __init__(self, generations: Sequence[Generation], changed: asyncio.Event) -> None:
+    def __init__(
+        self, generations: Sequence[Generation], changed: asyncio.Event, deadline: float | None
+    ) -> None:
+        """`deadline`: in seconds of the loop's clock; the engine keeps it, too."""
         self._generations = generations
         self._changed = changed
+        self._deadline = deadline
         self._unread = deque(generations)  # their last delta was not taken yet
 
     async def answered(self) -> None:
@@ -46,7 +51,8 @@ class Samples:
         return not self._unread
 
     async def next_delta(self) -> Delta:
-        """What came of one sample since it was last its turn. Raises the error of any."""
+        """What came of one sample since it was last its turn. Raises the error of any, and
+        DeadlineExceeded when the services are silent beyond the deadline, as all that waits."""
         while True:
             for generation in list(self._unread):
                 if (delta := generation.news()) is not None:
@@ -68,5 +74,5 @@ class Samples:
             generation.cancel()
 
     async def _next_change(self) -> None:
-        await self._changed.wait()
+        await until(last_word(self._deadline), self._changed.wait(), "the services answered")
         self._changed.clear()

@@ -85,11 +85,10 @@ class Services:
         inputs: Sequence[tokenizer_pb2.EncodeInput],
         *,
         add_special_tokens: bool | None = None,
-        timeout_s: float | None = None,
     ) -> Sequence[engine_pb2.TokenSequence]:
         """One Encode call."""
         request = tokenizer_pb2.EncodeRequest(inputs=inputs, add_special_tokens=add_special_tokens)
-        response = await self._call_tokenizer("Encode", request, timeout_s)
+        response = await self._call_tokenizer("Encode", request)
         sequences: Sequence[engine_pb2.TokenSequence] = response.sequences
         return sequences
 
@@ -133,14 +132,12 @@ class Services:
             )
         return self.tokenizer
 
-    async def _call_tokenizer(
-        self, method: str, request: Any, timeout_s: float | None = None
-    ) -> Any:
+    async def _call_tokenizer(self, method: str, request: Any) -> Any:
         connection = self._tokenizer_connection()
         await self.text_stream()  # waits until it serves
         stub: Any = tokenizer_pb2_grpc.TokenizerStub(connection.channel)
         try:
             with closing_told():
-                return await getattr(stub, method)(request, timeout=timeout_s)
+                return await getattr(stub, method)(request)
         except grpc.aio.AioRpcError as error:
             raise connection.error(error) from None

@@ -49,7 +49,7 @@ def submit(
         raise
     for handle, (generation, session) in enumerate(zip(generations, sessions, strict=True), first):
         generation.bind(cancel=functools.partial(engine.cancel, handle), text=session)
-    return Samples(generations, changed)
+    return Samples(generations, changed, deadline)
 
 
 def _open_text(text: TextStream | None, generation: Generation, job: Job) -> TextSession | None:

@@ -75,7 +75,7 @@ class TokenizerCalls:
         sources = [job.source for job in jobs if job.source is not None]
         try:
             async with self._calls:
-                sequences = await self._services.encode(sources, timeout_s=jobs[0].timeout_s)
+                sequences = await self._services.encode(sources)
         except MillstreamError as error:
             if len(jobs) == 1 or isinstance(error, _NO_INPUTS_FAULT):
                 return [copy(error) if job in jobs else job for job in chunk]

@@ -184,6 +184,9 @@ _BY_CODE: Mapping[grpc.StatusCode, type[MillstreamError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: MillstreamError,
     grpc.StatusCode.UNKNOWN: EngineFault,
 }
+# What gRPC itself says of a call that the other end has ended: CANCELLED, if a stopping server had
+# not looked at it, and INTERNAL with this text, instead of the call's status, if it was written to.
+_WRITTEN_TO_THE_END = "Internal error from Core"
 _CODE_OF_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -242,13 +245,15 @@ def from_status(status: status_pb2.Status) -> MillstreamError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> MillstreamError:
-    """The exception behind a failed RPC, sync or asyncio."""
+    """The exception behind a failed RPC, sync or asyncio; not for one that was cancelled here."""
     code = error.code()
     details = error.details() or code.name
     trailing: Iterable[Any] = error.trailing_metadata() or ()
     for key, value in trailing:
         if key == "grpc-status-details-bin":
             return from_status(status_pb2.Status.FromString(value))
+    if code is grpc.StatusCode.CANCELLED or details == _WRITTEN_TO_THE_END:
+        return EngineUnavailable("the service ended the call; it may be stopping")
     kind = _BY_CODE.get(code, MillstreamError)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not re.search("larger|size", details):
         kind = QueueFull

@@ -7,6 +7,10 @@ from __future__ import annotations
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024
 LOOKAHEAD_BYTES = 256 * 1024
+# A client pings a service that was silent for so long; without an answer within the second, the
+# connection is lost.
+KEEPALIVE_MS = 30_000
+KEEPALIVE_TIMEOUT_MS = 10_000
 
 Options = list[tuple[str, int | str]]
 
@@ -29,8 +33,9 @@ def channel_options(target: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BY
     options: Options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # or it takes a minute
         ("grpc.keepalive_permit_without_calls", 0),
         ("grpc.http2.max_pings_without_data", 0),
         # HTTP/2 windows are the receiver's: a client that stops reading holds the server back after

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from millstream.client.bench.metrics import Figures, Goals, Latencies, latencies, summary
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.senders import Sender
+from millstream.client.bench.traces import Trace
 from millstream.client.workload import Requests, Workload, poisson_arrivals
+from millstream.rpc.errors import EngineUnavailable
 
 _WARM_UP_REQUESTS = 8
 
@@ -94,11 +96,10 @@ async def measure(
         with progress.of(load.name, len(ids)):
             started = time.perf_counter()
             if load.due_s is None:
-                await _one_by_one(sender, requests, ids)
+                traces = await _one_by_one(sender, requests, ids)
             else:
-                await _when_due(sender, requests, ids, started, load.due_s)
+                traces = await _when_due(sender, requests, ids, started, load.due_s)
             elapsed_s = time.perf_counter() - started
-        traces = list(sender.take_traces().values())
         if load.measured:
             figures = summary(traces, elapsed_s, goals)
             if load.rate_per_s is not None:
@@ -108,18 +109,27 @@ async def measure(
                 name=load.name,
                 figures=figures,
                 latencies=latencies(traces),
-                errors=[trace.error for trace in traces if trace.error is not None],
+                errors=[str(trace.error) for trace in traces if trace.error is not None],
             )
 
 
-async def _one_by_one(sender: Sender, requests: Requests, ids: Sequence[str]) -> None:
+async def _one_by_one(sender: Sender, requests: Requests, ids: Sequence[str]) -> list[Trace]:
+    """Once the engine is gone, those that are left fail as the last one did: each would wait for it
+    in vain."""
+    traces: list[Trace] = []
     for index, request_id in enumerate(ids):
-        await sender.send(requests.part(index, index + 1), [request_id], time.perf_counter())
+        sent_s = time.perf_counter()
+        if traces and isinstance(traces[-1].error, EngineUnavailable):
+            traces.append(Trace(sent_s=sent_s, error=traces[-1].error))
+            continue
+        await sender.send(requests.part(index, index + 1), [request_id], sent_s)
+        traces += sender.take_traces().values()
+    return traces
 
 
 async def _when_due(
     sender: Sender, requests: Requests, ids: Sequence[str], started: float, due_s: Sequence[float]
-) -> None:
+) -> list[Trace]:
     """What is due at one moment is sent as one batch. Latencies count from when a request was due:
     a client that falls behind does not hide it."""
     async with asyncio.TaskGroup() as tasks:
@@ -130,3 +140,4 @@ async def _when_due(
             tasks.create_task(
                 sender.send(requests.part(start, stop), ids[start:stop], started + due)
             )
+    return list(sender.take_traces().values())

@@ -73,8 +73,8 @@ class OneStream:
             use_tqdm=False,
         )
         for request_id, output in zip(ids, outputs, strict=True):
-            if isinstance(output, Exception):
-                self._traces[request_id].error = str(output)
+            if isinstance(output, MillstreamError):
+                self._traces[request_id].error = output
 
     def take_traces(self) -> dict[str, Trace]:
         traces = self._traces.copy()
@@ -123,9 +123,9 @@ class StreamPerRequest:
                 stream.note(time.perf_counter(), message)
                 self._progress.note(num_tokens=len(message.output.token_ids))
                 for rejected in message.rejected:
-                    trace.error = from_service(rejected.status).message
+                    trace.error = from_service(rejected.status)
         except grpc.aio.AioRpcError as failure:
-            trace.error = trace.error or from_rpc_error(failure).message
+            trace.error = trace.error or from_rpc_error(failure)
         finally:
             call.cancel()
         self._progress.note(num_ended=1)
@@ -169,5 +169,5 @@ class TextStreams:
                     trace.prompt_tokens = delta.usage.prompt_tokens
                     trace.cached_tokens = delta.usage.cached_tokens
         except MillstreamError as error:
-            trace.error = str(error)
+            trace.error = error
         self._progress.note(num_ended=1)

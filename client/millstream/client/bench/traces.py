@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millstream.client.naming import from_service
+from millstream.rpc.errors import MillstreamError
 from millstream.v1 import engine_pb2
 
 
@@ -19,7 +20,7 @@ class Trace:
     pieces: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    error: str | None = None  # why there is no answer
+    error: MillstreamError | None = None  # why there is no answer
 
     @property
     def output_tokens(self) -> int:
@@ -76,4 +77,4 @@ class StreamTraces:
                 trace.prompt_tokens = finished.usage.prompt_tokens
                 trace.cached_tokens = finished.usage.cached_tokens
                 if finished.HasField("status"):
-                    trace.error = from_service(finished.status).message
+                    trace.error = from_service(finished.status)
