@@ -7,8 +7,8 @@ from __future__ import annotations
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024
 LOOKAHEAD_BYTES = 256 * 1024
-# A client pings a service that was silent for so long; without an answer within the second, the
-# connection is lost.
+# A client pings a service that was silent for so long, and takes the connection for lost when no
+# answer comes within the timeout.
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 
