@@ -123,16 +123,27 @@ def test_the_gateway_is_a_profile_in_front_of_the_engine() -> None:
     assert two["ports"][0]["published"] == "8000"
 
 
-def test_gpu_file_reserves_one_gpu_for_the_engine() -> None:
-    engine = _load(_GPU)["services"]["engine"]
+@pytest.mark.parametrize(("environment", "count"), [({}, 1), ({"GPUS": "2"}, 2)])
+def test_gpu_file_reserves_gpus_for_the_engine(environment: dict[str, str], count: int) -> None:
+    engine = _render(_BASE, _GPU, **environment)["engine"]
     (device,) = engine["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert device == {"driver": "nvidia", "count": count, "capabilities": ["gpu"]}
+
+
+def test_gpu_file_keeps_what_triton_compiles() -> None:
+    """On a volume; tests/compose writes there as the service may."""
+    plain, gpu = _render(_BASE)["engine"], _render(_BASE, _GPU)["engine"]
+    folder = gpu["environment"].pop("TRITON_CACHE_DIR")
+    assert gpu["environment"] == plain["environment"]
+    (added,) = [volume for volume in gpu["volumes"] if volume not in plain["volumes"]]
+    assert (added["type"], added["target"]) == ("volume", folder)
+    assert not added.get("read_only")
 
 
 def test_gpu_file_changes_nothing_but_the_engine() -> None:
     plain, gpu = _render(_BASE), _render(_BASE, _GPU)
     changed = {key for key in gpu["engine"] if gpu["engine"][key] != plain["engine"].get(key)}
-    assert changed == {"build", "deploy", "image", "tmpfs"}
+    assert changed == {*("build", "deploy", "environment", "image", "shm_size", "tmpfs", "volumes")}
     assert gpu["engine"]["tmpfs"] == ["/tmp:exec"]
     assert "find-links" in plain["engine"]["build"]["args"]["TORCH_PIP_ARGS"]
     assert gpu["engine"]["build"]["args"]["TORCH_PIP_ARGS"] == ""  # not the wheelhouse's CPU build

@@ -292,19 +292,10 @@ def test_images(stack: Stack) -> None:
     assert sizes["tokenizer"] < 265  # the base image proper has about 130
 
 
-def test_on_a_gpu_what_triton_compiles_stays(stack: Stack) -> None:
-    """A volume that the service may write to, and load code from. No GPU is needed here."""
-    files = ["--file", "docker-compose.yml", "--file", "deploy/docker-compose.gpu.yml"]
-    shown = json.loads(stack.compose(*files, "config", "--format", "json", GPUS="2"))
-    engine = shown["services"]["engine"]
-    (gpus,) = engine["deploy"]["resources"]["reservations"]["devices"]
-    assert (gpus["count"], gpus["driver"]) == (2, "nvidia")
-    folder = engine["environment"]["TRITON_CACHE_DIR"]
-    (mounted,) = [each for each in engine["volumes"] if each["target"] == folder]
-    assert mounted["type"] == "volume" and mounted["source"] in shown["volumes"]
-    assert engine["environment"]["HF_HUB_OFFLINE"] == "1"  # nothing else is gone
-    confined = ["--read-only", "--cap-drop", "ALL", "--volume", folder, "--entrypoint", "sh"]
-    command = f"cp /bin/true {folder}/kernel && {folder}/kernel && id -u"
+def test_on_a_gpu_triton_may_write_code_and_run_it(stack: Stack) -> None:
+    """In the volume of docker-compose.gpu.yml; no GPU is needed for that."""
+    confined = ["--read-only", "--cap-drop", "ALL", "--volume", "/compiled", "--entrypoint", "sh"]
+    command = "cp /bin/true /compiled/kernel && /compiled/kernel && id -u"
     user = _run("docker", "run", "--rm", *confined, "millstream-engine", "-c", command)
     assert user.strip() == "10001"
 
