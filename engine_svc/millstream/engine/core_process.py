@@ -52,6 +52,7 @@ from millstream.engine.startup.child_process import CLEAR_ERRORS, explain, named
 from millstream.engine.startup.phases import Phases, process_start_s
 from millstream.engine.startup.preload import preload
 from millstream.rpc.logs import configure_logging
+from millstream.rpc.process import freeze_what_lives
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,7 @@ def _load(
         channel.send(LoadFailed(explain(error)))
         return None
     phases.include(core.info.phases)
-    # What lives now lives to the end: never look at it again when collecting garbage.
-    gc.collect()
-    gc.freeze()
+    freeze_what_lives()
     gc.enable()
     phases.end("other")
     channel.send(Loaded(core.info, phases.so_far()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ import grpc
 from millstream.rpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
 from millstream.rpc.health import Health
 from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, address, server_options
+from millstream.rpc.process import freeze_what_lives
 from millstream.rpc.undecodable import UndecodableRequests
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ async def run_service(service: Service, config: ServerConfig) -> int:
             logger.info("stopped while loading")
             return 0
         loading.result()
-        _freeze_what_lives()
+        freeze_what_lives()
         health.set_serving(True)
         listening = address(config.host, port)
         logger.info("serving on %s after %.1f s", listening, time.monotonic() - started)
@@ -113,13 +113,6 @@ async def run_service(service: Service, config: ServerConfig) -> int:
         await server.stop(CLOSE_GRACE_S)
     logger.info("stopped")
     return 0 if failure is None else 1
-
-
-def _freeze_what_lives() -> None:
-    """Modules, messages' classes and the service live to the end: never look at them again when
-    collecting garbage, which would hold all streams up for 20 ms, several times a second."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, Any]) -> Awaitable[Any]:

@@ -7,7 +7,6 @@ inherited file descriptors; started by children.py, which says the rest.
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import os
@@ -23,6 +22,7 @@ import msgspec
 from millstream.engine.ranks.ring import RingReader
 from millstream.engine.startup.child_process import CLEAR_ERRORS, explain, outlive_nobody
 from millstream.rpc.logs import configure_logging
+from millstream.rpc.process import freeze_what_lives
 
 if TYPE_CHECKING:
     from millstream.engine.ranks import children
@@ -90,8 +90,7 @@ def _serve(
         group=make_group(start.config.device, start.rank, size, meet),
     )
     ring = RingReader(memory, waker, index=start.rank - 1, num_readers=size - 1)
-    gc.collect()
-    gc.freeze()
+    freeze_what_lives()
     tell("ready")
     spin_s = _GPU_SPIN_S if runner.info.max_in_flight > 1 else _CPU_SPIN_S
     decoder = PlanDecoder()
