@@ -6,10 +6,12 @@ what ranks compute.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import torch.distributed as dist
 from millstream.engine.config import EngineConfig
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 from millstream.engine.ranks.collectives import GlooGroup
-from millstream.engine.ranks.plan_codec import PlanDecoder, PlanEncoder
+from millstream.engine.ranks.plan_codec import PREPARE_AHEAD, PlanEncoder
+from millstream.engine.ranks.process import follow
 from millstream.engine.ranks.shard_sampling import RowNeeds
 from millstream.engine.runner import ModelRunner
 
@@ -61,20 +64,32 @@ class ThreadedRanks:
     ) -> None:
         runner = ModelRunner(config, model_dir, group=group)
         self.others.append(runner)
-        decoder = PlanDecoder()
-        while (words := plans.get()) is not None:
-            runner.launch(decoder.decode(words))
-            runner.collect()
+
+        def next_record() -> array[int]:
+            record = plans.get()
+            if record is None:
+                raise EOFError
+            return record
+
+        with contextlib.suppress(EOFError):
+            follow(runner, next_record)
         runner.close()
 
     def launch(self, plan: Plan) -> None:
         if self._needs.whole_rows(plan):
             plan = replace(plan, whole_rows=True)
             self.num_whole += 1
-        words = array("q", self._encoder.encode(plan))
-        for each in self._queues:
-            each.put(words)
+        self._tell(self._encoder.encode(plan))
         self.first.launch(plan)
+
+    def prepare_ahead(self) -> bool:
+        self._tell(PREPARE_AHEAD)
+        return self.first.prepare_ahead()
+
+    def _tell(self, words: Sequence[int]) -> None:
+        record = array("q", words)
+        for each in self._queues:
+            each.put(record)
 
     def collect(self) -> StepResult:
         return self.first.collect()

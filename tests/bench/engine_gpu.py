@@ -175,9 +175,14 @@ STEPS = 40
 PLAIN: dict[str, Any] = {"temperature": 0.6, "ignore_eos": True, "max_tokens": STEPS + 20}
 
 
-def bare(llm: LLM) -> None:
-    while llm._core.prepare_ahead():  # each size in its own graph, not in one that stands in for it
+def record_graphs(llm: LLM) -> None:
+    """Each size's own, which a service records while it is idle; no other stands in for it."""
+    while llm._core.prepare_ahead():
         pass
+
+
+def bare(llm: LLM) -> None:
+    record_graphs(llm)
     times = {}
     for batch in (1, 4, 8, 16, 32, 48, 64, 72, 96, 128, 136, 160, 192, 224, 256):
         if batch > llm.info.max_num_seqs:

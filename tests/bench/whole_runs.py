@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 from tests.bench import tiles as alone
+from tests.bench.engine_gpu import record_graphs
 
 from millstream.client.workload import Workload
 from millstream.engine import LLM
@@ -110,8 +111,7 @@ def record_again(llm: LLM) -> None:
     torch.cuda.empty_cache()
     with torch.inference_mode(), runner._stream:
         steps.use_graphs(CudaGraphRecorder())
-    while llm._core.prepare_ahead():
-        pass
+    record_graphs(llm)
 
 
 def step_times(llm: LLM, run: int) -> dict[int, list[float]]:

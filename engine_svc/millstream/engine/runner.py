@@ -188,7 +188,6 @@ class ModelRunner:
             edits,
             first_kv_cache,
             sampler,
-            over_ranks=group is not None,
         )
 
     def _set_up(self, config: EngineConfig) -> int:

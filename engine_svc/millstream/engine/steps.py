@@ -49,10 +49,7 @@ class Steps:
         edits: SlotEdits,
         kv_cache: KVCache,
         sampler: Sampler,
-        *,
-        over_ranks: bool,
     ) -> None:
-        """over_ranks: others compute the same steps, and record graphs when this one does."""
         self._resolved = resolved
         self.model = model
         self._ops = ops
@@ -60,7 +57,6 @@ class Steps:
         self.edits = edits
         self.kv_cache = kv_cache
         self._sampler = sampler
-        self._over_ranks = over_ranks
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         # What graphs of Kind.LOGITS leave, one for all: a graph's own would stay as long as it.
@@ -94,7 +90,7 @@ class Steps:
 
     def record_next(self) -> bool:
         """Records a graph that may be needed; False if there is none left."""
-        if self.graphs is None or self._over_ranks:
+        if self.graphs is None:
             return False
         if self.graphs.record_next():
             return True

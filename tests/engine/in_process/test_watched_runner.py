@@ -16,6 +16,7 @@ from tests.toy_runner import ToyRunner, toy_info, toy_request
 from millstream.engine.core import EngineCore
 from millstream.engine.in_process import watched_runner
 from millstream.engine.in_process.watched_runner import WatchedRunner, watched
+from millstream.engine.plan import PreparesAhead
 from millstream.engine.ranks.children import OnLost, RankLost
 from millstream.engine.request import GrammarSpec
 
@@ -50,6 +51,10 @@ class HangingRunner(ToyRunner):
     def close(self) -> None:
         self._step("close")
         super().close()
+
+    def prepare_ahead(self) -> bool:
+        self._step("prepare_ahead")
+        return True
 
     def restore_threads(self) -> None:
         self.restored_by = threading.current_thread().name
@@ -100,11 +105,21 @@ def run(runner: WatchedRunner, then: Callable[[], object] = lambda: None) -> int
 def test_nothing_changes_while_all_ranks_are_there() -> None:
     inner, runner = make("nowhere")
     assert run(runner) == 20
+    assert runner.prepare_ahead() and isinstance(runner, PreparesAhead)
     assert runner.info is inner.info
     assert inner.threads == {"rank 0"}
     runner.close()
     assert inner.closed and not inner.ends_of_ranks
     assert inner.restored_by == threading.current_thread().name  # that which loaded
+
+
+def test_preparations_that_hang_raise() -> None:
+    inner, runner = make("prepare_ahead")
+    inner.gone.set()
+    threading.Timer(0.1, inner.lose).start()
+    with pytest.raises(RankLost, match=REASON):
+        runner.prepare_ahead()
+    runner.close()
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from millstream.engine.plan import Plan, RunnerInfo, SlotStart, StepResult
-from millstream.engine.ranks.plan_codec import PlanDecoder, PlanEncoder
+from millstream.engine.ranks.plan_codec import PREPARE_AHEAD, PlanDecoder, PlanEncoder
 from millstream.engine.request import Request, Sampling
 from millstream.engine.scheduler import Scheduler
 
@@ -41,7 +41,8 @@ def random_sampling(rng: random.Random) -> Sampling:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_plans_come_back_as_they_were(seed: int) -> None:
-    """With preemption, prefix hits, long chunks, cancels; steady decodes keep their tuple."""
+    """With preemption, prefix hits, long chunks, cancels, and what is no plan between them; steady
+    decodes keep their tuple."""
     rng = random.Random(seed)
     info = RunnerInfo(
         vocab_size=50,
@@ -65,6 +66,8 @@ def test_plans_come_back_as_they_were(seed: int) -> None:
         assert plan is not None
         plan = replace(plan, whole_rows=rng.random() < 0.5)
         words = encoder.encode(plan)
+        if rng.random() < 0.2:
+            assert decoder.decode(array("q", PREPARE_AHEAD)) is None
         decoded = decoder.decode(array("q", words))
         assert decoded == replace(plan, starts=tuple(map(as_others_see_it, plan.starts)))
         if last is not None and plan.decode_slots is last[0].decode_slots:

@@ -54,6 +54,7 @@ def test_processes_compute_what_one_does(folder: Path) -> None:
     before, num_threads = shared_memory(), torch.get_num_threads()
     with LLM(folder, tensor_parallel_size=2, **options) as llm:
         assert generate(llm, GREEDY) == greedy
+        assert not llm._core.prepare_ahead(), "on a GPU all ranks record graphs"
         assert generate(llm, params) == sampled
         assert generate(llm, GREEDY) == greedy
         stats = llm.stats()

@@ -59,8 +59,9 @@ def step(core: EngineCore, outputs: dict[int, list[int]]) -> None:
 def test_decodes_and_chunks_in_graphs(
     tmp_path: Path, one_kernel_at_a_time: None, budget: int | None
 ) -> None:
-    """Plain rows are sampled inside; rows with filters or log probabilities after the graph, and
-    their chunks run without one on both ranks, also those that sample nothing yet."""
+    """Some are recorded before they are needed. Plain rows are sampled inside; rows with filters or
+    log probabilities after the graph, and their chunks run without one on both ranks, also those
+    that sample nothing yet."""
     folder = make_tiny_model(tmp_path, num_hidden_layers=1, vocab_size=251)
     options: dict[str, Any] = {"device": "cpu", "block_size": 16, "max_num_seqs": 6}
     options |= {"kv_cache_bytes": 1 << 20, "max_model_len": 64, "max_num_batched_tokens": budget}
@@ -71,7 +72,10 @@ def test_decodes_and_chunks_in_graphs(
     runners = (ranks.first, *ranks.others)
     graphs = [add_fake_graphs(runner) for runner in runners]
     chunk_graphs = [add_fake_chunk_graphs(runner) for runner in runners]
+    assert [ranks.prepare_ahead() for _ in range(3)] == [True] * 3
     assert run(ranks) == expected
+    sizes = [list(each._graphs) for each in graphs]
+    assert len(sizes[0]) > 3 and sizes[0] == sizes[1], "in one order"
     kinds = [{kind.name for _, kind in each._graphs} for each in graphs]
     assert kinds == [{"PLAIN", "LOGITS"}] * 2
     buckets = [sorted(map(str, each._graphs)) for each in chunk_graphs]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from millstream.engine.plan import Plan, Runner, StepResult
+from millstream.engine.plan import Plan, PreparesAhead, Runner, StepResult
 from millstream.engine.ranks.children import OnLost, RankLost
 from millstream.engine.request import GrammarSpec
 
@@ -48,7 +48,7 @@ _Answers = queue.SimpleQueue[_Done | _Lost]
 _Calls = queue.SimpleQueue[tuple[Callable[[], Any], bool] | None]  # and whether one waits for it
 
 
-class RunnerOverRanks(Runner, Protocol):
+class RunnerOverRanks(Runner, PreparesAhead, Protocol):
     """ranks.runner.RanksRunner."""
 
     def end_ranks(self) -> None:
@@ -65,8 +65,8 @@ def watched(create: Callable[[OnLost], RunnerOverRanks]) -> WatchedRunner:
 
 
 class WatchedRunner:
-    """A plan.Runner; soon after a rank is lost, collect() raises RankLost. One that is dropped ends
-    as one that is closed."""
+    """A plan.Runner and a PreparesAhead; soon after a rank is lost, collect() raises RankLost. One
+    that is dropped ends as one that is closed."""
 
     def __init__(self, runner: RunnerOverRanks, answers: _Answers) -> None:
         self.info = runner.info
@@ -89,6 +89,9 @@ class WatchedRunner:
 
     def collect(self) -> StepResult:
         return self._call(self._collect_here)
+
+    def prepare_ahead(self) -> bool:
+        return self._call(self._runner.prepare_ahead)
 
     def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
         return self._runner.prepare_grammar(spec)

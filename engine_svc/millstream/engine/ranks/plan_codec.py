@@ -8,7 +8,8 @@
 
 Decodes that are the last plan's are not sent again: a steady step is six words. Of how a request
 samples, the other ranks need to know what a row needs that is sampled where the shards of its
-logits lie (shard_sampling.py); all other rows rank 0 samples.
+logits lie (shard_sampling.py); all other rows rank 0 samples. No words at all ask for a piece of
+what later steps would have to do first (plan.PreparesAhead).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from millstream.engine.plan import Chunk, Plan, SlotStart
 from millstream.engine.request import Sampling
 
+PREPARE_AHEAD: Sequence[int] = ()
 _HEADER_WORDS = 6
 _WHOLE_ROWS, _SAME_DECODES = 1, 2
 _DOUBLE, _WORD = struct.Struct("<d"), struct.Struct("<q")
@@ -65,7 +67,10 @@ class PlanDecoder:
     def __init__(self) -> None:
         self._decode_slots: tuple[int, ...] = ()
 
-    def decode(self, record: array[int]) -> Plan:
+    def decode(self, record: array[int]) -> Plan | None:
+        """None: PREPARE_AHEAD."""
+        if not record:
+            return None
         step, flags, num_starts, num_appends, num_chunks, num_decodes = record[:_HEADER_WORDS]
         words = _Words(record)
         starts = tuple(_start(words) for _ in range(num_starts))

@@ -2,7 +2,8 @@
 inherited file descriptors; started by children.py, which says the rest.
 
     reader thread:  end of file on CONTROL: rank 0 is gone, exit at once
-    main thread:    loads its part of the model, then: ring -> plan -> launch, for ever
+    main thread:    loads its part of the model, then: ring -> plan -> launch, for ever; while
+                    there is no work, what prepares for later plans
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import socket
 import sys
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,6 +28,7 @@ from millstream.rpc.process import freeze_what_lives
 
 if TYPE_CHECKING:
     from millstream.engine.ranks import children
+    from millstream.engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,6 @@ def _serve(
     start: children.RankStart, memory: int, waker: int, tell: Callable[[str], None]
 ) -> NoReturn:
     from millstream.engine.ranks.collectives import enter_store, make_group
-    from millstream.engine.ranks.plan_codec import PlanDecoder
     from millstream.engine.runner import ModelRunner
 
     size = start.config.tensor_parallel_size
@@ -93,15 +95,30 @@ def _serve(
     freeze_what_lives()
     tell("ready")
     spin_s = _GPU_SPIN_S if runner.info.max_in_flight > 1 else _CPU_SPIN_S
+
+    def next_record() -> array[int]:
+        record = ring.read(spin_s=spin_s)
+        assert record is not None, "there is no time limit"
+        return record
+
+    follow(runner, next_record)
+
+
+def follow(runner: ModelRunner, next_record: Callable[[], array[int]]) -> NoReturn:
+    """Carries out what rank 0 writes, for ever; returns never, raises what these raise."""
+    from millstream.engine.ranks.plan_codec import PlanDecoder
+
     decoder = PlanDecoder()
     in_flight = 0
     while True:
-        record = ring.read(spin_s=spin_s)
-        assert record is not None, "there is no time limit"
+        plan = decoder.decode(next_record())
+        if plan is None:
+            runner.prepare_ahead()
+            continue
         if in_flight == runner.info.max_in_flight:
             runner.collect()
             in_flight -= 1
-        runner.launch(decoder.decode(record))
+        runner.launch(plan)
         in_flight += 1
 
 

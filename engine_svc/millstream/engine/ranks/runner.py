@@ -1,11 +1,15 @@
 """The runner over all ranks of a model: rank 0 computes here, the others in their processes.
 
 launch(plan)  -> plan_codec -> ring.py -> the others' launch(plan);  rank 0's own launch(plan)
+
+and prepare_ahead() in the same way: all ranks record the same graphs in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +23,7 @@ from millstream.engine.parallel import share_of
 from millstream.engine.plan import Plan, StepResult
 from millstream.engine.ranks.children import RankLost, RankProcesses
 from millstream.engine.ranks.collectives import make_group, open_store
-from millstream.engine.ranks.plan_codec import PlanEncoder
+from millstream.engine.ranks.plan_codec import PREPARE_AHEAD, PlanEncoder
 from millstream.engine.ranks.ring import RingWriter
 from millstream.engine.ranks.shard_sampling import RowNeeds
 from millstream.engine.request import GrammarSpec
@@ -29,7 +33,7 @@ from millstream.engine.startup.phases import Phases
 
 
 class RanksRunner:
-    """A plan.Runner."""
+    """A plan.Runner, and a plan.PreparesAhead."""
 
     def __init__(
         self,
@@ -53,19 +57,30 @@ class RanksRunner:
         """Raises RankLost."""
         if self._needs.whole_rows(plan):
             plan = replace(plan, whole_rows=True)
-        self._processes.check()
-        self._ring.write(self._encoder.encode(plan))
-        try:
+        self._tell(self._encoder.encode(plan))
+        with self._explained():
             self._first.launch(plan)
-        except RuntimeError:  # of a collective whose other end is gone
-            self._processes.explain()
-            raise
 
     def collect(self) -> StepResult:
         """Raises RankLost."""
-        try:
+        with self._explained():
             return self._first.collect()
-        except RuntimeError:
+
+    def prepare_ahead(self) -> bool:
+        """Raises RankLost."""
+        self._tell(PREPARE_AHEAD)
+        with self._explained():
+            return self._first.prepare_ahead()
+
+    def _tell(self, record: Sequence[int]) -> None:
+        self._processes.check()
+        self._ring.write(record)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:  # of a collective whose other end is gone
             self._processes.explain()
             raise
 
