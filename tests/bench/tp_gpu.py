@@ -1,6 +1,6 @@
 """A model over several GPUs of one host: one JSON line for each figure.
 
-    python3 -m tests.bench.tp_gpu [--ranks 2] [--only ring sums parity kill replicas speed]
+    python3 -m tests.bench.tp_gpu [--ranks 2] [--only ring sums parity kill idle replicas ...]
                                   [--models qwen3-14b qwen3-32b] [--budget-s 520]
 
 ring: what sending a plan costs (tests/bench/ring.py). sums: microseconds of an all-reduce inside a
@@ -10,6 +10,7 @@ and on all: float32 token for token, bfloat16 up to ties (docs/performance.md). 
 weights, on one GPU and on all: ms per token of one sequence, and the flagship workload. replicas:
 the flagship workload through gRPC, on one engine, and twice of it on two. kill: a rank is killed
 with SIGKILL while streams run: seconds until they end with UNAVAILABLE and every process is gone.
+idle: requests to a service that has just started, and again when it was idle and recorded graphs.
 
 Each part is a process of its own that is killed when its time is up; what does not fit in the
 budget is left out, and a line says so.
@@ -31,9 +32,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-PARTS = ("ring", "sums", "parity", "kill", "replicas", "speed")
+PARTS = ("ring", "sums", "parity", "kill", "idle", "replicas", "speed")
 # The longest that a part may take, in seconds.
-LIMITS = {"ring": 40, "sums": 90, "parity": 200, "kill": 90, "replicas": 150, "speed": 200}
+LIMITS = {
+    "ring": 40,
+    "sums": 90,
+    "parity": 200,
+    "kill": 90,
+    "idle": 90,
+    "replicas": 150,
+    "speed": 200,
+}
 SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 NORM_HIDDEN = 5120
 TIE = 0.25  # of the logits' standard deviation
@@ -87,7 +96,7 @@ def run_all(arguments: argparse.Namespace) -> None:
     if "parity" in arguments.only:
         with tempfile.TemporaryDirectory() as folder:
             budget.run("parity", "--ranks", ranks, "--folder", folder)
-    for part in ("kill", "replicas"):
+    for part in ("kill", "idle", "replicas"):
         if part in arguments.only:
             budget.run(part, "--ranks", ranks)
     if "speed" in arguments.only:
@@ -385,6 +394,40 @@ def replicas(count: int) -> None:
         engine.stop()
 
 
+# ---- idle
+
+
+def idle(ranks: int) -> None:
+    from tests.engine_processes import engine
+
+    from millstream.client import Client, SamplingParams
+
+    flags = ("--model", "qwen3-0.6b", "--load-format", "dummy", "--max-num-seqs", "128")
+    prompts = [[5 + i, *range(6, 30)] for i in range(100)]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    first_token = SamplingParams(max_tokens=1)
+    options: dict[str, Any] = {"detokenize": False, "use_tqdm": False}
+    over_ranks = ("--tensor-parallel-size", str(ranks))
+    with (
+        engine(*flags, *over_ranks, runner="model") as server,
+        Client(server.target, None) as client,
+    ):
+        for idle_s in (0, 12, 0):
+            time.sleep(idle_s)
+            started = time.perf_counter()
+            outputs = client.generate(prompts, params, **options)
+            seconds = time.perf_counter() - started
+            started = time.perf_counter()
+            client.generate([prompts[0]], first_token, **options)
+            report(
+                "idle",
+                ranks=ranks,
+                idle_s=idle_s,
+                tokens_per_s=sum(len(output.token_ids) for output in outputs) / seconds,
+                one_token_ms=1e3 * (time.perf_counter() - started),
+            )
+
+
 # ---- kill
 
 
@@ -462,6 +505,8 @@ def main() -> None:
             speed(arguments.ranks, arguments.model)
         case "kill":
             asyncio.run(kill(arguments.ranks))
+        case "idle":
+            idle(arguments.ranks)
         case "replicas":
             replicas(arguments.ranks)
 
