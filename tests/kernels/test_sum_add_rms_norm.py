@@ -73,7 +73,7 @@ def _receive_late(receive: Any, *args: Any) -> Any:
     return receive(*args)
 
 
-@pytest.mark.parametrize(("ranks", "hidden"), [(2, 48), (3, 64)])
+@pytest.mark.parametrize(("ranks", "hidden"), [(2, 48), (3, 64), (8, 32)])
 def test_ranks_in_processes(tmp_path: Path, ranks: int, hidden: int) -> None:
     memory = tmp_path / "mailboxes"
     num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS)
@@ -104,28 +104,31 @@ def test_ranks_in_processes(tmp_path: Path, ranks: int, hidden: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [1024, 5120])
-def test_two_streams_of_one_gpu(hidden: int) -> None:
-    num_bytes = Mailboxes.num_bytes(2, hidden, MAX_ROWS)
-    memory = torch.empty(2, num_bytes, dtype=torch.uint8, device="cuda")
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_streams_of_one_gpu(ranks: int, hidden: int) -> None:
+    """So few rows that the programs of all ranks run at once: they wait for each other."""
+    num_bytes = Mailboxes.num_bytes(ranks, hidden, MAX_ROWS)
+    memory = torch.empty(ranks, num_bytes, dtype=torch.uint8, device="cuda")
     Mailboxes.empty(memory)
     addresses = torch.tensor([box.data_ptr() for box in memory], device="cuda")
-    ranks = [
+    mailboxes = [
         Mailboxes.create(addresses, rank=rank, hidden_size=hidden, max_rows=MAX_ROWS)
-        for rank in range(2)
+        for rank in range(ranks)
     ]
-    streams = [torch.cuda.Stream() for _ in ranks]  # type: ignore[no-untyped-call]
-    cases = [tuple(each.cuda() for each in inputs(i, 2, hidden)) for i in range(len(ROWS))]
-    residuals = [[case[1].clone() for case in cases] for _ in ranks]
+    streams = [torch.cuda.Stream() for _ in mailboxes]  # type: ignore[no-untyped-call]
+    cases = [tuple(each.cuda() for each in inputs(i, ranks, hidden)) for i in range(len(ROWS))]
+    residuals = [[case[1].clone() for case in cases] for _ in mailboxes]
     torch.cuda.synchronize()
-    normed: list[list[torch.Tensor]] = [[], []]
+    normed: list[list[torch.Tensor]] = [[] for _ in mailboxes]
     for index, (parts, _, weight) in enumerate(cases):
-        for rank, mailboxes in enumerate(ranks):
+        for rank, own in enumerate(mailboxes):
             with torch.cuda.stream(streams[rank]):
                 residual = residuals[rank][index]
-                normed[rank].append(sum_add_rms_norm(parts[rank], residual, weight, EPS, mailboxes))
+                normed[rank].append(sum_add_rms_norm(parts[rank], residual, weight, EPS, own))
     torch.cuda.synchronize()
     for index in range(len(cases)):
-        norm, total = expected(index, 2, hidden)
-        assert torch.equal(normed[0][index], normed[1][index])
-        assert torch.equal(residuals[0][index].cpu(), total)
+        norm, total = expected(index, ranks, hidden)
         torch.testing.assert_close(normed[0][index].cpu(), norm, rtol=2**-6, atol=1e-6)
+        for rank in range(ranks):
+            assert torch.equal(normed[0][index], normed[rank][index])
+            assert torch.equal(residuals[rank][index].cpu(), total)
