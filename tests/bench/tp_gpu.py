@@ -8,8 +8,8 @@ CUDA graph, as the engine does it, by NCCL, and by symmetric memory in one shot 
 sum with the norm behind it. parity: tokens of a random model of real shape (8 layers) on one GPU
 and on all: float32 token for token, bfloat16 up to ties (docs/performance.md). speed: random
 weights, on one GPU and on all: ms per token of one sequence, and the flagship workload. replicas:
-the flagship workload through gRPC, on one engine, and twice of it on two. kill: a rank is killed
-with SIGKILL while streams run: seconds until they end with UNAVAILABLE and every process is gone.
+one client of as many engines as GPUs (tests/bench/replicas.py). kill: a rank is killed with
+SIGKILL while streams run: seconds until they end with UNAVAILABLE and every process is gone.
 idle: requests to a service that has just started, and again when it was idle and recorded graphs.
 
 Each part is a process of its own that is killed when its time is up; what does not fit in the
@@ -72,8 +72,8 @@ class Budget:
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         command = [sys.executable, "-m", "tests.bench.tp_gpu", "--part", part, *arguments]
-        if part == "ring":
-            command = [sys.executable, "-m", "tests.bench.ring", *arguments]
+        if part in ("ring", "replicas"):
+            command = [sys.executable, "-m", f"tests.bench.{part}", *arguments]
         started = time.monotonic()
         # A group of its own: what it has started is killed with it.
         process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -96,9 +96,11 @@ def run_all(arguments: argparse.Namespace) -> None:
     if "parity" in arguments.only:
         with tempfile.TemporaryDirectory() as folder:
             budget.run("parity", "--ranks", ranks, "--folder", folder)
-    for part in ("kill", "idle", "replicas"):
+    for part in ("kill", "idle"):
         if part in arguments.only:
             budget.run(part, "--ranks", ranks)
+    if "replicas" in arguments.only:
+        budget.run("replicas", "--runner", "model", "--engines", ranks)
     if "speed" in arguments.only:
         for model in arguments.models:
             for size in ("1", ranks):
@@ -351,49 +353,6 @@ def speed(ranks: int, model: str) -> None:
     os._exit(0)
 
 
-# ---- replicas
-
-
-def replicas(count: int) -> None:
-    """The flagship workload on one engine, then so many times of it on as many."""
-    from tests.engine_processes import EngineProcess
-
-    from millstream.client import Client
-    from millstream.client.workload import Requests, Workload
-
-    engines = []
-    for index in range(count):
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
-        flags = ("--model", "qwen3-0.6b", "--load-format", "dummy", "--max-num-seqs", "256")
-        engines.append(EngineProcess(*flags, runner="model"))
-    for engine in engines:
-        engine.wait_until_serving(120)
-    targets = [engine.target for engine in engines]
-    drawn = Workload().draw()
-
-    def measure(used: list[str], shift: int) -> float:
-        parts = [drawn.shifted(shift + 7 * i, 151_936) for i in range(len(used))]
-        requests = Requests(
-            prompts=[prompt for part in parts for prompt in part.prompts],
-            params=[each for part in parts for each in part.params],
-        )
-        with Client(used if len(used) > 1 else used[0], None) as client:
-            started = time.perf_counter()
-            outputs = client.generate(
-                requests.prompts, requests.params, detokenize=False, use_tqdm=False
-            )
-            seconds = time.perf_counter() - started
-        return sum(len(output.token_ids) for output in outputs) / seconds
-
-    for target in targets:
-        measure([target], 1000)
-    one = statistics.median(measure([targets[0]], 100 * run) for run in range(2))
-    many = statistics.median(measure(targets, 5000 + 100 * run) for run in range(2))
-    report("replicas", engines=count, one_tokens_per_s=one, all_tokens_per_s=many, ratio=many / one)
-    for engine in engines:
-        engine.stop()
-
-
 # ---- idle
 
 
@@ -507,8 +466,6 @@ def main() -> None:
             asyncio.run(kill(arguments.ranks))
         case "idle":
             idle(arguments.ranks)
-        case "replicas":
-            replicas(arguments.ranks)
 
 
 if __name__ == "__main__":

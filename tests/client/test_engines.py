@@ -72,6 +72,32 @@ async def test_long_requests_count_for_more() -> None:
         assert sorted(map(submissions, services)) == [11, 30]
 
 
+async def test_who_would_wait_goes_to_an_engine_that_has_room() -> None:
+    """However much that has to do; once all are full, the tokens count again."""
+    async with several(2) as services, client_of(services) as client:
+        for each in services:
+            each.engine.info.limits.max_num_seqs = 4
+            each.engine.step_s = 0.002
+        lengths = [1000, *[10] * 7, *[10] * 6]
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+        batch = asyncio.create_task(
+            client.generate([PROMPT] * 14, params, detokenize=False, return_exceptions=True)
+        )
+        await until(lambda: sum(map(submissions, services)) == 14)
+        assert sorted(map(submissions, services)) == [4, 10]
+        batch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await batch
+        engines = client._services.engines._ready()
+        await until(lambda: not any(each.is_full for each in engines))
+        with engines[0].expecting(tokens=0, samples=3):
+            assert not engines[0].is_full
+            with engines[0].expecting(tokens=0, samples=1):
+                assert engines[0].is_full
+                await client.generate(PROMPT, params[1], detokenize=False)
+        assert sorted(map(submissions, services)) == [4, 11]
+
+
 async def test_what_waits_for_places_counts() -> None:
     """Two engines that take four requests at a time: all of the rest waited for the first one."""
     async with several(2) as services, client_of(services) as client:

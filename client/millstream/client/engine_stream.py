@@ -57,7 +57,7 @@ class EngineStream:
         self._observer = observer
         self._live: dict[int, Generation] = {}
         self._live_tokens = 0
-        self._expected_tokens = 0
+        self._expected_tokens = self._expected_samples = 0
         self._num_samples: dict[int, int] = {}  # of first handles that the engine has not answered
         self._last_handle = 0
         self._submissions: list[tuple[engine_pb2.Submission, int]] = []  # with their sizes
@@ -98,14 +98,22 @@ class EngineStream:
         """Of prompts and answers, at most, of the requests that are live or expected here."""
         return self._live_tokens + self._expected_tokens
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one more request would wait for another of this client's to end."""
+        return len(self._live) + self._expected_samples >= self.engine.limits.max_num_seqs
+
     @contextlib.contextmanager
-    def expecting(self, tokens: int) -> Iterator[None]:
-        """A request of so many tokens will be submitted here: it waits for places or for room."""
+    def expecting(self, tokens: int, samples: int) -> Iterator[None]:
+        """A request of so many tokens, all samples together, will be submitted here: it waits for
+        places or for room."""
         self._expected_tokens += tokens
+        self._expected_samples += samples
         try:
             yield
         finally:
             self._expected_tokens -= tokens
+            self._expected_samples -= samples
 
     def submit(self, submission: engine_pb2.Submission, samples: Sequence[Generation]) -> int:
         """Sends a request, whose handle is set here and returned: the first sample's. Raises

@@ -1,4 +1,4 @@
-"""The engines of one client: a request goes to the one that has least to do.
+"""The engines of one client: a request goes to the one that has least to do, and room for it.
 
     several targets --> a Connection and an Opener each --> those that are open --> least_loaded()
 
@@ -77,13 +77,13 @@ class Engines:
                 task.add_done_callback(self._reopening.discard)
 
     def least_loaded(self, avoid: Collection[EngineStream] = ()) -> EngineStream:
-        """The open stream with the fewest outstanding tokens, one of `avoid` only if there is no
-        other. Raises EngineUnavailable."""
+        """The open stream with the fewest outstanding tokens, one that is full only if all are, and
+        one of `avoid` only if there is no other. Raises EngineUnavailable."""
         ready = self._ready()
         if not ready:
             raise EngineUnavailable("no engine is there any more")
         others = [stream for stream in ready if stream not in avoid]
-        return min(others or ready, key=lambda stream: stream.outstanding_tokens)
+        return min(others or ready, key=lambda each: (each.is_full, each.outstanding_tokens))
 
     async def check(self) -> Health | None:
         """Of the healthiest; None without engines."""

@@ -157,7 +157,7 @@ class Executor:
         """Submits a job, again while the queue is full unless it may move to another engine;
         returns what has ended. None: of several engines, this one went away while the job waited
         to be submitted."""
-        with engine.expecting(job.most_tokens):
+        with engine.expecting(job.most_tokens, job.num_samples):
             taking = engine.places.take(job.num_samples)
             places = await until(deadline, taking, "the engine had room")
         try:
@@ -172,7 +172,7 @@ class Executor:
                 full = samples.found_queue_full
                 if full is None or may_move or attempt == job.max_retries:
                     return samples
-                with engine.expecting(job.most_tokens):
+                with engine.expecting(job.most_tokens, job.num_samples):
                     await self._wait_for_room(full, attempt, deadline)
             raise AssertionError("there is no last attempt")
         finally:
