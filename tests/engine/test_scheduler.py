@@ -43,6 +43,16 @@ def test_row_6_the_only_sequence_fills_the_pool(
     assert engine.run(after) == [reference(after, engine.info)[0]]
 
 
+def test_rows_5_and_6_what_fills_a_large_pool_is_admitted_alone(in_flight: int) -> None:
+    """Blocks are kept free for those who run already, which is nobody here."""
+    info = toy_info(
+        num_blocks=200, max_model_len=801, max_num_batched_tokens=256, max_in_flight=in_flight
+    )
+    engine = Engine(info)
+    small, whole = toy_request(1, [5, 6], max_tokens=9), toy_request(2, [7] * 800, max_tokens=1)
+    assert engine.run(small, whole) == [reference(each, info)[0] for each in (small, whole)]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 5])
 @pytest.mark.parametrize("prompt_len", [14, 15, 16, 17])
 def test_row_20_the_context_limit(prompt_len: int, max_tokens: int, in_flight: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,3 +201,17 @@ def test_positions_are_of_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> No
     layout = steps.table.apply(Plan(step=9, decode_slots=(1, 0)))
     assert steps.table.sample_positions(layout).tolist() == [4, 4]
     assert steps.table.sample_positions(layout).dtype == np.int64
+
+
+def test_rows_45_and_62_a_resumed_row_counts_what_it_had_as_often_as_it_had_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampling = Sampling(max_tokens=9, frequency_penalty=0.5, presence_penalty=0.25)
+    steps = Steps([sampling], monkeypatch)
+    resumed = replace(steps.start(0, sampling), token_ids=(*PROMPT, 5, 7, 5, 5))
+    chunk = Chunk(slot=0, start=0, token_ids=resumed.token_ids, samples=True)
+    edited = steps.plan(starts=(resumed,), chunks=(chunk,))
+    assert edited is not None
+    wanted = [0.0] * VOCAB_SIZE
+    wanted[5], wanted[7] = -1.75, -0.75
+    assert edited.tolist() == [wanted]

@@ -17,6 +17,7 @@ from millstream.engine.grammars import compiled
 from millstream.engine.grammars.checker import GrammarChecker
 from millstream.engine.grammars.compiled import CompiledGrammars
 from millstream.engine.grammars.errors import GrammarError, GrammarsFullError
+from millstream.engine.grammars.grammar import CompiledGrammar
 from millstream.engine.grammars.token_masks import Grammar, num_words
 from millstream.engine.request import GrammarKind, GrammarSpec
 
@@ -118,6 +119,33 @@ def test_those_that_nobody_waits_for_any_more_are_not_compiled(
     for outcome in (*both, *wanted):
         outcome.result(30)
     assert sorted(checked) == ["a", "a{7}", "b", "c"]
+
+
+def test_a_grammar_in_use_has_a_spare_lexer(
+    grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the workers compile, after what requests wait for; one for all who ask."""
+    threads = set[str]()
+    held = grammars.prepare(spec("regex", "a+")).result(30)
+    once = held.kept_bytes
+    make_spare = type(held).make_spare
+
+    def watched(compiled: CompiledGrammar) -> None:
+        threads.add(threading.current_thread().name)
+        make_spare(compiled)
+
+    monkeypatch.setattr(type(held), "make_spare", watched)
+    assert allowed(grammars.start(spec("regex", "a+"))) == set(byte_ids("a"))
+    grammars.prepare(spec("regex", "b")).result(30)
+    assert not threads and held.kept_bytes == once, "one request needs none"
+    for _ in range(5):
+        grammars.start(spec("regex", "a+"))
+        held._on_wear(held)
+    for _ in range(1000):
+        if held.kept_bytes > once:
+            break
+        time.sleep(0.01)
+    assert threads == {"grammars"} and held.kept_bytes == 2 * once
 
 
 def test_what_was_not_prepared_does_not_start(grammars: CompiledGrammars) -> None:

@@ -28,6 +28,7 @@ from tests.tiny_tokenizers import (
 from millstream.engine.grammars.checker import CPU_LIMIT_S, KEPT_LIMIT_BYTES, GrammarChecker
 from millstream.engine.grammars.errors import GrammarError, VocabularyError
 from millstream.engine.grammars.grammar import (
+    CompiledGrammar,
     GrammarState,
     ParallelFill,
     compile_grammar,
@@ -173,6 +174,46 @@ def test_walks_are_independent(vocabulary: Any) -> None:
     accept_text(first, "aab")
     assert allowed(second) == set(byte_ids("a"))
     assert allowed(first) == set(EOS)
+
+
+# In a few walks, more states of a lexer than one may have.
+MANY_STATES = r".{0,200}(error|warning).{0,200}"
+
+
+def walk_of_many_states(state: GrammarState, seed: int) -> None:
+    rng = random.Random(seed)
+    words = rng.choices(["e", "r", "x", " ", "warning "], k=60)
+    accept_text(state, "".join(words)[:200] + "error")
+
+
+def test_walks_do_not_wear_each_others_lexer_out(vocabulary: Any) -> None:
+    """The library's copies share one, and its limit. Some walks meet that in the middle."""
+    asked: list[CompiledGrammar] = []
+    compiled = compile_grammar(vocabulary, spec("regex", MANY_STATES), on_wear=asked.append)
+    for seed in range(0, 80, 2):
+        states = [compiled.start(), compiled.start()]
+        for each in asked:
+            each.make_spare()
+        for state in states:
+            walk_of_many_states(state, seed)
+    assert len(asked) > 2, "no lexer was at its limit"
+
+
+@pytest.mark.parametrize("spare", ["before", "after"])
+def test_a_walk_that_is_too_complex_ends_alone(vocabulary: Any, spare: str) -> None:
+    """If there is a spare lexer by the time that others go on."""
+    compiled = compile_grammar(vocabulary, spec("regex", "(a{1,100}){1,100}|b{3}"))
+    states = [compiled.start() for _ in range(3)]
+    accept_text(states[0], "b")
+    if spare == "before":
+        compiled.make_spare()
+    with pytest.raises(GrammarError, match="too many expressions"):
+        accept_text(states[1], "a" * 10_000)
+    if spare == "after":
+        compiled.make_spare()
+    accept_text(states[0], "bb")
+    accept_text(states[2], "b")
+    accept_text(compiled.start(), "bb")
 
 
 def test_rows_filled_together_are_those_filled_alone(vocabulary: Any) -> None:

@@ -11,6 +11,8 @@ nobody holds any more when a worker comes to it is left out.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import queue
 import threading
@@ -46,8 +48,10 @@ _NUM_FILLERS = min(8, os.cpu_count() or 1)
 _FEWEST_TOGETHER = 8  # a row takes about 40 us, and a call of the threads about as much
 _STACK_BYTES = 16 << 20  # of a worker: more than the checker's
 
-
 Outcome = Future[CompiledGrammar]
+Work = Callable[[GrammarChecker], None]
+_Job = tuple[int, int, Work | None]  # urgency, number: smaller ones first; None ends a worker
+_STOP, _COMPILE, _SPARE = range(3)
 
 
 class CompiledGrammars:
@@ -65,8 +69,8 @@ class CompiledGrammars:
         # Under the lock. All that somebody holds, and the last compiled, which this object holds.
         self._outcomes: WeakValueDictionary[GrammarSpec, Outcome] = WeakValueDictionary()
         self._recent: OrderedDict[GrammarSpec, Outcome] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, ReferenceType[Outcome]] | None]
-        self._jobs = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._job_numbers = itertools.count()
         self._workers: list[threading.Thread] = []
         self._fill: ParallelFill | None = None
 
@@ -80,7 +84,7 @@ class CompiledGrammars:
             outcome = self._outcomes.get(spec)
             if outcome is None:
                 outcome = self._outcomes[spec] = Future()
-                self._jobs.put((spec, ReferenceType(outcome)))
+                self._put(_COMPILE, partial(self._work_on, spec, ReferenceType(outcome)))
                 if not self._workers:
                     self._workers = [
                         _start_thread(self._work, "grammars") for _ in range(_NUM_WORKERS)
@@ -111,25 +115,41 @@ class CompiledGrammars:
     def close(self) -> None:
         """Ends threads and processes, in a moment. Nothing may be prepared afterwards."""
         for _ in self._workers:
-            self._jobs.put(None)
+            self._put(_STOP, None)
+
+    def _put(self, urgency: int, work: Work | None) -> None:
+        self._jobs.put((urgency, next(self._job_numbers), work))
 
     def _work(self) -> None:
         """A worker thread: a grammar at a time, until it is told to stop."""
         checker = self._new_checker()
-        while (job := self._jobs.get()) is not None:
-            spec, reference = job
-            if (outcome := reference()) is not None:  # else whoever wanted it is gone
-                self._work_on(checker, spec, outcome)
-            del outcome  # or it would be held until the next one comes
+        while (work := self._jobs.get()[2]) is not None:
+            work(checker)
         checker.close()
 
-    def _work_on(self, checker: GrammarChecker, spec: GrammarSpec, outcome: Outcome) -> None:
+    def _work_on(
+        self, spec: GrammarSpec, reference: ReferenceType[Outcome], checker: GrammarChecker
+    ) -> None:
+        if (outcome := reference()) is None:
+            return  # whoever wanted it is gone
         _settle(outcome, partial(self._compile, checker, spec))
         with self._lock:
             if outcome.exception() is None:
                 self._note_use(spec, outcome)
             else:  # maybe not the grammar's fault: try it again
                 self._outcomes.pop(spec, None)
+
+    def _ask_for_spare(self, compiled: CompiledGrammar) -> None:
+        """After all that requests wait for."""
+        self._put(_SPARE, partial(self._make_spare, ReferenceType(compiled)))
+
+    def _make_spare(
+        self, reference: ReferenceType[CompiledGrammar], checker: GrammarChecker
+    ) -> None:
+        if (compiled := reference()) is not None:
+            with contextlib.suppress(GrammarsFullError):
+                self._make_room(compiled.kept_bytes)
+                _settle(Future(), compiled.make_spare)  # if it fails, there is none
 
     def _note_use(self, spec: GrammarSpec, outcome: Outcome) -> None:
         """Of one that is compiled. Under the lock."""
@@ -141,7 +161,9 @@ class CompiledGrammars:
     def _compile(self, checker: GrammarChecker, spec: GrammarSpec) -> CompiledGrammar:
         kept_bytes = checker.check(spec)
         self._make_room(kept_bytes)
-        return compile_grammar(self._vocabulary.result(), spec, kept_bytes=kept_bytes)
+        return compile_grammar(
+            self._vocabulary.result(), spec, kept_bytes=kept_bytes, on_wear=self._ask_for_spare
+        )
 
     def _make_room(self, wanted_bytes: int) -> None:
         """Forgets recent ones where it must. Raises GrammarsFullError if that is not enough."""

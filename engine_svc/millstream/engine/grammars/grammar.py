@@ -11,7 +11,8 @@ compiles what nobody has compiled yet in a process that may die of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -29,6 +30,9 @@ MaskRow = npt.NDArray[np.int32]  # [ceil(V/32)]: bit j of word i is the token id
 # ever more of them while a grammar is walked; errors do not quote the grammar.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _NOTHING_MATCHES = "NoExtension"  # how the library says that there is no way on
+_WORN_OUT = "lexer error"  # and that a lexer is at a limit, for good: the walk's, or all walks'
+_TOO_MUCH_AT_ONCE = "too many expressions"  # of one step
+_FEWEST_SHARING = 3  # walks that are worth a spare lexer: a trial, and those of two requests
 _MAX_MESSAGE_CHARS, _MAX_LINE = 400, 120
 
 
@@ -47,28 +51,75 @@ def load_vocabulary(
 
 
 class CompiledGrammar:
-    """A grammar at its beginning."""
+    """A grammar at its beginning.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, kept_bytes: int) -> None:
-        self.kept_bytes = kept_bytes
-        self._matcher = matcher
+    The walks of one matcher share its lexer: the library copies all but that. It keeps each state
+    that some walk was in, and at a limit none of them can go on. So there is a spare one, to which
+    they change over then; the first only if it has not reached the limit alone.
+    """
+
+    def __init__(
+        self,
+        make_matcher: Callable[[], LLMatcher],
+        vocabulary: LLTokenizer,
+        kept_bytes: int,
+        on_wear: Callable[[CompiledGrammar], None],
+    ) -> None:
+        """Raises GrammarError."""
+        self._make_matcher = make_matcher
+        self._on_wear = on_wear
+        self._matcher_bytes = kept_bytes
+        self._num_walks = 0
+        self._is_worn = False  # the lexer for new walks, which somebody has found out
         self._eos_token_ids = frozenset(vocabulary.eos_tokens)
         self.mask_words = -(-vocabulary.vocab_size // 32)
+        self._matchers = [make_matcher()]  # the one for new walks, and then the spare one
+        _raise_error(self._matchers[0])
+
+    @property
+    def kept_bytes(self) -> int:
+        return len(self._matchers) * self._matcher_bytes
 
     def start(self) -> GrammarState:
-        """A walk from the beginning, independent of others. Any thread may call this."""
-        return GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self.mask_words)
+        """A walk from the beginning. Any thread may call this."""
+        self._num_walks += 1
+        if self._num_walks == _FEWEST_SHARING:
+            self._on_wear(self)
+        return GrammarState(self, self._matchers[0], self._eos_token_ids, self.mask_words)
+
+    def make_spare(self) -> None:
+        """Compiles another matcher if there is no spare one. Any thread may call this."""
+        if len(self._matchers) < 2:
+            self._matchers[1:] = [self._make_matcher()]
+
+    def instead_of(self, worn: LLMatcher, *, for_the_first: bool) -> LLMatcher | None:
+        """Another matcher at its beginning than one whose lexer is at a limit; None while there is
+        none, and to who asks first unless it is for that one too. The engine's thread alone calls
+        this."""
+        if self._matchers[0] is not worn:
+            return self._matchers[0]
+        is_first, self._is_worn = not self._is_worn, True
+        if len(self._matchers) > 1:
+            del self._matchers[0]
+            self._is_worn = False
+        self._on_wear(self)
+        if self._is_worn or (is_first and not for_the_first):
+            return None
+        return self._matchers[0]
 
 
 def compile_grammar(
-    vocabulary: LLTokenizer, spec: GrammarSpec, *, kept_bytes: int = 0
+    vocabulary: LLTokenizer,
+    spec: GrammarSpec,
+    *,
+    kept_bytes: int = 0,
+    on_wear: Callable[[CompiledGrammar], None] = lambda compiled: None,
 ) -> CompiledGrammar:
     """Compiles and tries the first token. Releases the GIL for most of it; usually takes about a
-    millisecond, may take seconds. `kept_bytes`: its size, from who has measured that. Raises
-    GrammarError."""
-    matcher = LLMatcher(vocabulary, _library_grammar(spec), log_level=0, limits=_LIMITS)
-    _raise_error(matcher)
-    compiled = CompiledGrammar(matcher, vocabulary, kept_bytes)
+    millisecond, may take seconds. `kept_bytes`: its size, from who has measured that. `on_wear` is
+    called when a spare is wanted, and must not wait for it. Raises GrammarError."""
+    make = partial(LLMatcher, vocabulary, _library_grammar(spec), log_level=0, limits=_LIMITS)
+    compiled = CompiledGrammar(make, vocabulary, kept_bytes, on_wear)
     _try_first_token(compiled)
     return compiled
 
@@ -87,11 +138,20 @@ def _try_first_token(compiled: CompiledGrammar) -> None:
 class GrammarState:
     """Where one request stands in its grammar (token_masks.Grammar). One thread only may use it."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_words: int) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        beginning: LLMatcher,
+        eos_token_ids: frozenset[int],
+        mask_words: int,
+    ) -> None:
+        self._compiled = compiled
+        self._beginning = beginning
+        self._matcher = beginning.deep_copy()
         self._mask_words = mask_words
         self._eos_token_ids = eos_token_ids
         self.is_done = False  # the text has ended: nothing follows
+        self._accepted: list[int] = []
         self._filled: MaskRow | None = None  # ahead, by fill_ahead()
 
     def fill(self, row: MaskRow) -> None:
@@ -101,20 +161,42 @@ class GrammarState:
         if self._filled is not None:
             row[:] = self._filled
         else:
-            assert row.flags.c_contiguous, "the library writes to memory"
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._compute(row)
+        if self._matcher.is_error() and self._change_over():
+            self._compute(row)
         # After an error the library would allow EOS, as if the text were complete.
         _raise_error(self._matcher)
         if not row.any():
             raise GrammarError("no token of the vocabulary can come next")
 
+    def _compute(self, row: MaskRow) -> None:
+        assert row.flags.c_contiguous, "the library writes to memory"
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
     def accept(self, token_id: int) -> None:
         """Steps over a token. Raises GrammarError if fill() did not allow it."""
         self._filled = None
-        if not self._matcher.consume_token(token_id):
+        taken = self._matcher.consume_token(token_id)
+        if not taken and self._change_over():
+            taken = self._matcher.consume_token(token_id)
+        if not taken:
             _raise_error(self._matcher)
             raise GrammarError(f"the grammar does not allow the token {token_id}")
+        self._accepted.append(token_id)
         self.is_done = token_id in self._eos_token_ids
+
+    def _change_over(self) -> bool:
+        """Goes on with another lexer where this one is at a limit that others may have led it to;
+        whether there is one. Takes some microseconds for each token so far."""
+        problem = self._matcher.get_error()
+        if not problem.startswith(_WORN_OUT):
+            return False
+        alone = _TOO_MUCH_AT_ONCE in problem  # whoever finds out: the others find it so
+        beginning = self._compiled.instead_of(self._beginning, for_the_first=not alone)
+        if beginning is None:
+            return False
+        self._beginning, self._matcher = beginning, beginning.deep_copy()
+        return bool(self._matcher.consume_tokens(self._accepted))
 
 
 class ParallelFill:
