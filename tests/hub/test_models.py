@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -15,7 +16,14 @@ import pytest
 from tests.hub.gguf_files import tiny_llama, write_gguf
 from tests.hub.loopback_hub import LoopbackHub, serve
 
-from millstream.hub import ModelNotFound, display_name, fingerprint, has_tokenizer, resolve
+from millstream.hub import (
+    ModelNotFound,
+    display_name,
+    fingerprint,
+    has_tokenizer,
+    local_folder,
+    resolve,
+)
 from millstream.hub.gguf_import import import_gguf
 
 CODE = (
@@ -168,6 +176,35 @@ def test_folders(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         resolve(str(tiny.parent / "tiny.gguf"))
     with pytest.raises(ModelNotFound, match="empty"):
         resolve("")
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("a" * 300, "File name too long"),
+        ("./" + "a" * 300, "File name too long"),
+        ("~no-such-user/model", "home directory"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_one_clear_line(model: str, says: str) -> None:
+    for look in (resolve, local_folder):
+        with pytest.raises(ModelNotFound, match=says) as caught:
+            look(model)
+        assert str(caught.value).count(model) == 1
+
+
+def test_a_folder_without_permission_is_one_clear_line(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path) -> bool:  # tests may run as root, who has every permission
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(ModelNotFound, match="cannot look into .*: Permission denied"):
+        resolve(str(tiny))
+    monkeypatch.setattr(Path, "is_dir", denied)
+    with pytest.raises(ModelNotFound, match="cannot look for .*: Permission denied"):
+        resolve(str(tiny))
 
 
 def test_fingerprints_tell_tokenizers_apart(tiny: Path, tmp_path: Path) -> None:
