@@ -45,17 +45,26 @@ class Codec:
     @classmethod
     def load(cls, model_dir: Path) -> Codec:
         """Raises TokenizerLoadError."""
-        from transformers import AutoTokenizer
-
-        if not hub.has_tokenizer(model_dir):
-            raise TokenizerLoadError(f"{model_dir} has no tokenizer files")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        except Exception as error:  # transformers raises whatever the folder's files provoke
+            return cls._load(model_dir)
+        except TokenizerLoadError:
+            raise
+        except Exception as error:  # the libraries raise whatever the folder's files provoke
             reason = (str(error) or type(error).__name__).strip().splitlines()[0]
             raise TokenizerLoadError(
                 f"cannot load the tokenizer in {model_dir}: {reason}"
             ) from error
+
+    @classmethod
+    def _load(cls, model_dir: Path) -> Codec:
+        from transformers import AutoTokenizer
+
+        if not hub.has_tokenizer(model_dir):
+            raise TokenizerLoadError(f"{model_dir} has no tokenizer files")
+        # trust_remote_code: unless told, it asks on the terminal whether to run the folder's code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise TokenizerLoadError(f"{model_dir} has no fast tokenizer (tokenizer.json)")
         return cls(tokenizer, id_limit=embedding_rows(model_dir))

@@ -26,13 +26,15 @@ class Decoding:
     """One tokenizer's way back to text."""
 
     def __init__(self, tokenizer: Tokenizer, *, id_limit: int = 0) -> None:
-        """The tokenizer must not be changed afterwards.
+        """The tokenizer must not be changed afterwards. Raises ValueError if it has no tokens.
 
         id_limit: rows of the model's embedding, if known. Ids below it that name no token are
         padding of the embedding; they are legal and have no text.
         """
         self._tokenizer = tokenizer
         vocab = tokenizer.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ValueError("the vocabulary is empty")
         self.vocab_size = len(vocab)
         self._id_limit = max(id_limit, 1 + max(vocab.values()))
         added = tokenizer.get_added_tokens_decoder()
