@@ -200,10 +200,10 @@ def test_a_folder_without_permission_is_one_clear_line(
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "is_file", denied)
-    with pytest.raises(ModelNotFound, match="cannot look into .*: Permission denied"):
+    with pytest.raises(ModelNotFound, match=r"cannot look into .*: Permission denied"):
         resolve(str(tiny))
     monkeypatch.setattr(Path, "is_dir", denied)
-    with pytest.raises(ModelNotFound, match="cannot look for .*: Permission denied"):
+    with pytest.raises(ModelNotFound, match=r"cannot look for .*: Permission denied"):
         resolve(str(tiny))
 
 
