@@ -208,8 +208,31 @@ def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
         import_gguf(file, file)
 
 
-def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("out", [".", "link", "empty"])
+def test_an_empty_folder_is_filled_and_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """It may be the current folder, a link or a mounted volume."""
     file = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    inode = folder.stat().st_ino
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder if out == "." else tmp_path)
+    import_gguf(file, Path(out))
+    assert folder.stat().st_ino == inode
+    import_gguf(file, tmp_path / "new")
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == {
+        path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()
+    }
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_an_interrupted_import_leaves_nothing(tmp_path: Path, existing: bool) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    if existing:
+        (tmp_path / "out").mkdir()
 
     def interrupt(step: str, done: int, total: int) -> None:
         if done > total // 2:
@@ -217,6 +240,8 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         import_gguf(file, tmp_path / "out", interrupt)
+    if existing:
+        (tmp_path / "out").rmdir()  # raises if it is not empty
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 

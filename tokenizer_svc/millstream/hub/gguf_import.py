@@ -65,17 +65,28 @@ def import_gguf(
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     _check_types(tensors)
     config = _config(metadata, tensors)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    # An existing folder may be a mount, a link or ".", which no rename can replace.
+    place = out_dir if out_dir.exists() else out_dir.parent
+    place.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=place))
     try:
         partial.chmod(0o755)
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", generation_config(metadata))
         write_tokenizer(metadata, partial, config["vocab_size"])
         _write_weights(partial, tensors, config, on_progress, max_shard_bytes)
-        partial.replace(out_dir)
+        if place == out_dir:
+            _move_into(out_dir, partial)
+        else:
+            partial.replace(out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_into(folder: Path, partial: Path) -> None:
+    """Its files into `folder`, config.json last: without it a folder is no model."""
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+        path.replace(folder / path.name)
 
 
 def _open(file: Path) -> Any:
