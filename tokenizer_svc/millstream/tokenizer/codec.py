@@ -19,6 +19,7 @@ from millstream import hub
 from millstream.tokenizer.chat import ChatRenderer, Segment
 from millstream.tokenizer.decoding import Decoding, embedding_rows
 from millstream.tokenizer.detokenizer import TextDecoder
+from millstream.tokenizer.panics import panics_as_errors
 
 
 class TokenizerLoadError(Exception):
@@ -56,6 +57,7 @@ class Codec:
             ) from error
 
     @classmethod
+    @panics_as_errors
     def _load(cls, model_dir: Path) -> Codec:
         from transformers import AutoTokenizer
 
@@ -69,12 +71,14 @@ class Codec:
             raise TokenizerLoadError(f"{model_dir} has no fast tokenizer (tokenizer.json)")
         return cls(tokenizer, id_limit=embedding_rows(model_dir))
 
+    @panics_as_errors
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
         return [encoding.ids for encoding in encodings]
 
+    @panics_as_errors
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
         """Ids of the joined segments, where special tokens count in the template's segments only.
 

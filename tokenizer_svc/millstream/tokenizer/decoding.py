@@ -17,6 +17,7 @@ from millstream.tokenizer.detokenizer import (
     UnknownTokenId,
     WindowDecoder,
 )
+from millstream.tokenizer.panics import panics_as_errors
 from millstream.tokenizer.pieces import build_pieces, without
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -73,6 +74,7 @@ class Decoding:
             lambda ids: self._library_decode(ids, skip_special_tokens), id_limit=self._id_limit
         )
 
+    @panics_as_errors
     def _library_decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         # Not transformers' decode: that may "clean up" spaces that the model did write.
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
