@@ -79,6 +79,15 @@ def test_what_is_known_of_a_tokenizer(byte_codec: Codec, spm_codec: Codec) -> No
     assert not spm_codec.chat.has_template
 
 
+def test_every_id_is_below_the_vocab_size_of_a_vocabulary_with_gaps(tmp_path: Path) -> None:
+    """Clients ask for the texts of log probabilities below it, and of no others."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "far": 40}, unk_token="<unk>"))
+    codec = Codec.load(save(tokenizer, tmp_path, {}))
+    assert codec.vocab_size == 41
+    assert codec.decode([40], skip_special_tokens=False) == "far"
+    assert codec.decode([7], skip_special_tokens=False) == ""
+
+
 def test_a_folder_without_a_usable_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerLoadError, match="has no tokenizer files"):
         Codec.load(tmp_path)

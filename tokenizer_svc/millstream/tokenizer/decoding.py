@@ -36,8 +36,8 @@ class Decoding:
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         if not vocab:
             raise ValueError("the vocabulary is empty")
-        self.vocab_size = len(vocab)
-        self._id_limit = max(id_limit, 1 + max(vocab.values()))
+        self.vocab_size = 1 + max(vocab.values())  # vocabularies may have gaps
+        self._id_limit = max(id_limit, self.vocab_size)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[bool, Pieces] = {}  # by skip_special_tokens
