@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -108,6 +109,34 @@ def test_an_id_is_downloaded_and_then_works_offline(
     assert offline.stdout == done.stdout
     unreachable = ask("org/tiny", environment | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert unreachable.stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (["millstream.hub", "fetch"], signal.SIGINT, 130),
+        (["millstream.client", "fetch"], signal.SIGINT, 130),
+        (["millstream.tokenizer", "--port", "0"], signal.SIGTERM, 0),
+    ],
+)
+def test_row_81_an_interrupted_download_ends_at_once(
+    hub: LoopbackHub, tmp_path: Path, command: list[str], number: int, code: int
+) -> None:
+    """And not with the file's end, which may be many minutes away."""
+    hub.holds = ("model.safetensors", "tokenizer.json")
+    environment = os.environ | hub.environment(tmp_path / "cache")
+    command = [sys.executable, "-m", *command, "--model", "org/tiny"]
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert hub.holding.wait(60)
+        process.send_signal(number)
+        try:
+            _, log = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in log
 
 
 def test_the_tokenizer_service_needs_no_weights(hub: LoopbackHub, tmp_path: Path) -> None:
