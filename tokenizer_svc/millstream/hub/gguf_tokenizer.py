@@ -178,13 +178,13 @@ def _add_edges(
 def _write_templates(metadata: Metadata, folder: Path) -> None:
     """chat_template.jinja, and the named ones in the folder where transformers looks for them."""
     if template := metadata.get(TEMPLATE_KEY):
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     for key, template in metadata.items():
         name = key.removeprefix(f"{TEMPLATE_KEY}.")
         if name != key and name.replace("_", "").replace("-", "").isalnum():
             named = folder / "additional_chat_templates"
             named.mkdir(exist_ok=True)
-            (named / f"{name}.jinja").write_text(template)
+            (named / f"{name}.jinja").write_text(template, encoding="utf-8")
 
 
 def _write_json(path: Path, content: object) -> None:

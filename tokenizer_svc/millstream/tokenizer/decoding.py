@@ -49,7 +49,7 @@ class Decoding:
     def load(cls, model_dir: Path) -> Decoding:
         """From the folder's tokenizer.json. Raises OSError if there is none, ValueError if it
         cannot be read."""
-        text = (model_dir / TOKENIZER_FILE).read_text()
+        text = (model_dir / TOKENIZER_FILE).read_text(encoding="utf-8")
         try:
             tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exceptions
@@ -83,7 +83,7 @@ class Decoding:
 def embedding_rows(model_dir: Path) -> int:
     """Rows of the model's embedding by its config.json; 0 if that does not say."""
     try:
-        rows = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+        rows = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):  # a tokenizer alone, or not a model's config
         return 0
     return rows if isinstance(rows, int) else 0
