@@ -16,10 +16,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass(slots=True, kw_only=True)
 class LoopbackHub:
-    """repos: model id -> the folder it serves; gated: ids whose files are forbidden."""
+    """repos: model id -> the folder it serves; gated: ids whose files are forbidden; holds: ends
+    of file names that are sent by half, and the rest when `released` is set."""
 
     repos: dict[str, Path]
     gated: set[str] = field(default_factory=set)
+    holds: tuple[str, ...] = ()
+    holding: threading.Event = field(default_factory=threading.Event)  # half a file is out
+    released: threading.Event = field(default_factory=threading.Event)
     url: str = ""
     requests: list[str] = field(default_factory=list)  # "GET /path", in order of arrival
 
@@ -47,6 +51,7 @@ def serve(
     try:
         yield hub
     finally:
+        hub.released.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -93,7 +98,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            half = len(body) // 2 if self.path.endswith(self.hub.holds) else len(body)
+            self.wfile.write(body[:half])
+            if half < len(body):
+                self.hub.holding.set()
+                self.hub.released.wait(60)
+            self.wfile.write(body[half:])
 
 
 def _files(folder: Path) -> list[Path]:

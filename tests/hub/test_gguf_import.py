@@ -165,6 +165,24 @@ def test_shards_have_an_index(tmp_path: Path) -> None:
         ({"metadata": {"tokenizer.ggml.tokens": [*"abc", *map(str, range(300))]}}, "303 tokens"),
         ({"metadata": {"tokenizer.ggml.merges": ["zz qq"]}}, "do not fit together"),
         ({"metadata": {"split.count": 2}}, "several files"),
+        # Hostile: values of another type than their key's, or of no use.
+        ({"metadata": {"llama.context_length": "x"}}, "context_length is 'x', not a number above"),
+        ({"metadata": {"llama.attention.head_count": 0}}, "head_count is 0, not a number above 0"),
+        ({"metadata": {"llama.rope.freq_base": float("nan")}}, "freq_base is nan, not a number"),
+        ({"metadata": {"llama.rope.scaling.type": 1}}, "scaling.type is 1, not a text"),
+        (
+            {"metadata": {"tokenizer.ggml.tokens": [1, 2]}},
+            "tokens is [1, 2], not an array of texts",
+        ),
+        ({"metadata": {"tokenizer.ggml.token_type": 7}}, "not an array of whole numbers"),
+        ({"metadata": {"tokenizer.ggml.scores": ["a"]}}, "not an array of numbers"),
+        ({"metadata": {"tokenizer.ggml.bos_token_id": 1.5}}, "is 1.5, not a whole number"),
+        ({"metadata": {"tokenizer.ggml.eos_token_id": True}}, "is True, not a whole number"),
+        ({"metadata": {"tokenizer.ggml.merges": ["a"]}}, "merge 'a' is not two tokens"),
+        ({"metadata": {"tokenizer.chat_template": 7}}, "chat_template is 7, not a text"),
+        ({"metadata": {"tokenizer.chat_template.rag": [1]}}, "rag is [1], not a text"),
+        ({"metadata": {"llama.block_count": 2**32 - 1}}, "tensors for 4294967295 layers"),
+        ({"metadata": {"llama.attention.key_length": 31}}, "even head dimension, not 31"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -174,19 +192,6 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, changes: dict[str, Any],
         import_gguf(file, tmp_path / "out")
     assert says in str(caught.value) and "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
-
-
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), Type.Q8_0).read_bytes()
-    for size in (0, 3, 10, 30, 500, 5000, len(whole) // 2, len(whole) - 40):
-        (tmp_path / "cut.gguf").write_bytes(whole[:size])
-        with pytest.raises(GgufError, match=r"truncated|not a GGUF"):
-            import_gguf(tmp_path / "cut.gguf", tmp_path / "out")
-    (tmp_path / "cut.gguf").write_bytes(b"PK\x03\x04" + whole)
-    with pytest.raises(GgufError, match="not a GGUF"):
-        import_gguf(tmp_path / "cut.gguf", tmp_path / "out")
-    with pytest.raises(GgufError, match="no such file"):
-        import_gguf(tmp_path / "none.gguf", tmp_path / "out")
 
 
 def test_unsupported_tensor_types_are_refused(tmp_path: Path) -> None:
@@ -208,8 +213,31 @@ def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
         import_gguf(file, file)
 
 
-def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("out", [".", "link", "empty"])
+def test_an_empty_folder_is_filled_and_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """It may be the current folder, a link or a mounted volume."""
     file = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    inode = folder.stat().st_ino
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder if out == "." else tmp_path)
+    import_gguf(file, Path(out))
+    assert folder.stat().st_ino == inode
+    import_gguf(file, tmp_path / "new")
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == {
+        path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()
+    }
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_an_interrupted_import_leaves_nothing(tmp_path: Path, existing: bool) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    if existing:
+        (tmp_path / "out").mkdir()
 
     def interrupt(step: str, done: int, total: int) -> None:
         if done > total // 2:
@@ -217,6 +245,8 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         import_gguf(file, tmp_path / "out", interrupt)
+    if existing:
+        (tmp_path / "out").rmdir()  # raises if it is not empty
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +91,25 @@ def test_sentencepiece(tmp_path: Path, prefixed: bool) -> None:
     # What follows an added token is prefixed again, as llama.cpp does it.
     after = "▁hello" if prefixed else "hello"
     assert ours.tokenize("hello<|user|>hello") == [after, "<|user|>", after]
+
+
+def test_whatever_the_locale_files_are_utf_8(tmp_path: Path) -> None:
+    template = "{% for m in messages %}«{{ m.content }}»{% endfor %}"
+    metadata = {"tokenizer.chat_template": template, "tokenizer.chat_template.rag": template}
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), metadata=metadata)
+    code = (
+        "import pathlib, sys\n"
+        "from millstream.hub.gguf_import import import_gguf\n"
+        "from millstream.tokenizer.decoding import Decoding\n"
+        "file, folder = map(pathlib.Path, sys.argv[1:])\n"
+        "import_gguf(file, folder)\n"
+        "print(ascii(Decoding.load(folder).decode([3 + 256], skip_special_tokens=True)))"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(file), str(tmp_path / "out")]
+    done = subprocess.run(
+        command, env=os.environ | ascii_only, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "'he'\n"), done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == {"default": template, "rag": template}

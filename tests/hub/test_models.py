@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +17,14 @@ import pytest
 from tests.hub.gguf_files import tiny_llama, write_gguf
 from tests.hub.loopback_hub import LoopbackHub, serve
 
-from millstream.hub import ModelNotFound, display_name, fingerprint, has_tokenizer, resolve
+from millstream.hub import (
+    ModelNotFound,
+    display_name,
+    fingerprint,
+    has_tokenizer,
+    local_folder,
+    resolve,
+)
 from millstream.hub.gguf_import import import_gguf
 
 CODE = (
@@ -102,6 +111,34 @@ def test_an_id_is_downloaded_and_then_works_offline(
     assert unreachable.stdout == done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (["millstream.hub", "fetch"], signal.SIGINT, 130),
+        (["millstream.client", "fetch"], signal.SIGINT, 130),
+        (["millstream.tokenizer", "--port", "0"], signal.SIGTERM, 0),
+    ],
+)
+def test_row_81_an_interrupted_download_ends_at_once(
+    hub: LoopbackHub, tmp_path: Path, command: list[str], number: int, code: int
+) -> None:
+    """And not with the file's end, which may be many minutes away."""
+    hub.holds = ("model.safetensors", "tokenizer.json")
+    environment = os.environ | hub.environment(tmp_path / "cache")
+    command = [sys.executable, "-m", *command, "--model", "org/tiny"]
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert hub.holding.wait(60)
+        process.send_signal(number)
+        try:
+            _, log = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in log
+
+
 def test_the_tokenizer_service_needs_no_weights(hub: LoopbackHub, tmp_path: Path) -> None:
     environment = hub.environment(tmp_path / "cache")
     done = ask("org/tiny", environment, weights=False)
@@ -168,6 +205,35 @@ def test_folders(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         resolve(str(tiny.parent / "tiny.gguf"))
     with pytest.raises(ModelNotFound, match="empty"):
         resolve("")
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("a" * 300, "File name too long"),
+        ("./" + "a" * 300, "File name too long"),
+        ("~no-such-user/model", "home directory"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_one_clear_line(model: str, says: str) -> None:
+    for look in (resolve, local_folder):
+        with pytest.raises(ModelNotFound, match=says) as caught:
+            look(model)
+        assert str(caught.value).count(model) == 1
+
+
+def test_a_folder_without_permission_is_one_clear_line(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path) -> bool:  # tests may run as root, who has every permission
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(ModelNotFound, match=r"cannot look into .*: Permission denied"):
+        resolve(str(tiny))
+    monkeypatch.setattr(Path, "is_dir", denied)
+    with pytest.raises(ModelNotFound, match=r"cannot look for .*: Permission denied"):
+        resolve(str(tiny))
 
 
 def test_fingerprints_tell_tokenizers_apart(tiny: Path, tmp_path: Path) -> None:

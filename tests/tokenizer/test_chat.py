@@ -129,6 +129,19 @@ def test_row_37_no_template(tmp_path: Path) -> None:
     assert codec.chat.render(chat(template="rag"), field="chat")
 
 
+def test_row_37_a_template_for_tools_alone(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": TOOL_TEMPLATE}]
+    codec, reference = load(make_byte_tokenizer(tmp_path, chat_template=named))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert codec.chat.render(
+        chat(tools_json=json.dumps(tools)), field="chat"
+    ) == reference.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True, tools=tools
+    )
+    with pytest.raises(NoChatTemplate, match="tool_use"):
+        codec.chat.render(chat(), field="chat")
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -169,7 +182,14 @@ def test_variables_and_documents_reach_the_template(tmp_path: Path) -> None:
             {"continue_final_message": True, "add_generation_prompt": True},
             "chat.add_generation_prompt",
         ),
+        # Row 76: JSON can name what no text can have.
+        ({"tools_json": '[{"name": "\\ud83d"}]'}, "chat.tools_json"),
+        ({"variables_json": '{"\\udc00": 1}'}, "chat.variables_json"),
         ({"messages": [{"role": "user", "extra_json": "nope"}]}, "chat.messages[0].extra_json"),
+        (
+            {"messages": [{"role": "user", "extra_json": '{"name": "\\udc00\\ud83d"}'}]},
+            "chat.messages[0].extra_json",
+        ),
         (
             {"messages": [{"role": "user", "extra_json": '{"role": "x"}'}]},
             "chat.messages[0].extra_json",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +79,15 @@ def test_what_is_known_of_a_tokenizer(byte_codec: Codec, spm_codec: Codec) -> No
     assert not spm_codec.chat.has_template
 
 
+def test_every_id_is_below_the_vocab_size_of_a_vocabulary_with_gaps(tmp_path: Path) -> None:
+    """Clients ask for the texts of log probabilities below it, and of no others."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "far": 40}, unk_token="<unk>"))
+    codec = Codec.load(save(tokenizer, tmp_path, {}))
+    assert codec.vocab_size == 41
+    assert codec.decode([40], skip_special_tokens=False) == "far"
+    assert codec.decode([7], skip_special_tokens=False) == ""
+
+
 def test_a_folder_without_a_usable_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerLoadError, match="has no tokenizer files"):
         Codec.load(tmp_path)
@@ -83,6 +95,38 @@ def test_a_folder_without_a_usable_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerLoadError, match="cannot load") as caught:
         Codec.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = save(Tokenizer(models.BPE()), tmp_path / "empty", {})
+    with pytest.raises(TokenizerLoadError, match="the vocabulary is empty"):
+        Codec.load(empty)
+
+    def denied(self: Path) -> bool:  # tests may run as root, who has every permission
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(TokenizerLoadError, match="Permission denied"):
+        Codec.load(tmp_path)
+
+
+def test_code_in_a_models_folder_is_never_run(tmp_path: Path) -> None:
+    """Nor is the user asked about it, whatever is on stdin."""
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.A", "own.A"]}}
+    folder = save(byte_tokenizer(), tmp_path, config)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    code = (
+        "import sys, pathlib\n"
+        "from millstream.tokenizer.codec import Codec\n"
+        "Codec.load(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, input="y\n", capture_output=True, text=True, timeout=60)
+    assert "TokenizerLoadError: cannot load" in done.stderr and "custom code" in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "ran").exists()
 
 
 def test_row_34_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:

@@ -18,9 +18,12 @@ from tests.tiny_tokenizers import (
     BYTE_VOCAB_SIZE,
     IM_END_ID,
     byte_ids,
+    byte_tokenizer,
     make_bos_tokenizer,
     make_byte_tokenizer,
+    save,
 )
+from tokenizers import decoders
 
 from millstream.rpc.errors import (
     DeadlineExceeded,
@@ -225,6 +228,21 @@ async def test_row_21_a_fault_inside_has_a_status(
     assert running.service._encoder is not None
     monkeypatch.setattr(running.service._encoder, "encode", cancelled)
     assert isinstance(await failure(running.encode("a")), EngineFault)
+
+
+async def test_row_21_a_panic_of_the_library_has_a_status(start: Start, tmp_path: Path) -> None:
+    """What it raises then is no Exception."""
+    tokenizer = byte_tokenizer()
+    end = decoders.Strip(content=" ", left=0, right=1)  # it panics where there is no text
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), end])
+    codec = Codec.load(save(tokenizer, tmp_path, {}))
+    running = await start(codec=codec)
+    request = DecodeRequest(sequences=[TokenSequence()])
+    assert isinstance(await failure(running.stub.Decode(request, timeout=5)), EngineFault)
+    call = running.stub.Detokenize(timeout=5)
+    answer = await ask(call, DetokenizeRequest(open=[DetokenizeOpen(handle=1)]))
+    assert isinstance(from_status(answer.failed[0].status), EngineFault)
+    assert await running.encode("a") == [byte_ids("a")]
 
 
 # ---- limits and cancellation of Encode

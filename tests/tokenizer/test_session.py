@@ -113,6 +113,18 @@ def test_row_71_an_error_while_decoding_is_never_silent(
     assert texts(response) == [(2, "c")]
 
 
+def test_row_71_so_it_is_at_the_close(
+    session: DetokenizeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.answer(opening(1, 2))
+    session.answer(tokens([(2, byte_ids("é")[:1])]))
+    monkeypatch.setattr(session._sequences[1], "_decoder", None)
+    response = session.answer(DetokenizeRequest(close=[1, 2]))
+    assert failures(response) == [(1, "INTERNAL")]
+    assert texts(response) == [(2, "\ufffd")]
+    assert session.open_count == 0
+
+
 def test_refused_opens(session: DetokenizeSession) -> None:
     session.answer(opening(1))
     assert failures(session.answer(opening(1))) == [(1, "DUPLICATE_HANDLE")]

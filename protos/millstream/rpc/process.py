@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -32,7 +34,17 @@ def run_and_exit(prog: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
         code = 1
     except KeyboardInterrupt:
         code = 130
-    sys.exit(code)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exits without waiting for threads. The interpreter would join those of executors, also a
+    library's: an interrupted download went on to the end of its files."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
 
 
 def freeze_what_lives() -> None:

@@ -507,7 +507,7 @@ class TokenizerInfo(_message.Message):
     fingerprint: _builtins.str
     """sha256 of the tokenizer's files, in hex; equal to EngineInfo.tokenizer_fingerprint."""
     vocab_size: _builtins.int
-    """Ids known to the tokenizer; a model's embedding may have more rows."""
+    """Above every id known to the tokenizer; a model's embedding may have more rows."""
     has_chat_template: _builtins.bool
     """Has a chat template."""
     bos_token_id: _builtins.int

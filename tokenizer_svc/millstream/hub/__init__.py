@@ -4,7 +4,7 @@ Shared by both services. Needs no torch, and importing it imports no other libra
 """
 
 from millstream.hub.errors import FetchError, GgufError, HubError, ModelNotFound
-from millstream.hub.models import display_name, fingerprint, has_tokenizer, resolve
+from millstream.hub.models import display_name, fingerprint, has_tokenizer, local_folder, resolve
 from millstream.hub.progress import OnProgress, StderrProgress, silent
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "display_name",
     "fingerprint",
     "has_tokenizer",
+    "local_folder",
     "resolve",
     "silent",
 ]

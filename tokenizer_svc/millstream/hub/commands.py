@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from pathlib import Path
 
@@ -27,16 +28,30 @@ def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
 def run_fetch(args: argparse.Namespace) -> int:
     """Obtains a model; its folder is the last line on stdout."""
     from millstream.hub.default_model import fetch_default
-    from millstream.hub.models import resolve
 
     if args.verify and args.model is not None:
         return _fail("--verify is for the embedded model alone")
     try:
-        folder = fetch_default(verify=True) if args.verify else resolve(args.model)
+        if args.model is None:
+            folder = fetch_default(verify=args.verify)
+        else:
+            folder = _resolve_interruptibly(args.model)
     except HubError as error:
         return _fail(error)
     sys.stdout.write(f"{folder}\n")
     return 0
+
+
+def _resolve_interruptibly(model: str) -> Path:
+    """resolve(); exits at a Ctrl-C, where huggingface_hub would first finish the files it is at."""
+    from millstream.hub.models import resolve
+    from millstream.rpc.process import leave
+    from millstream.rpc.threads import in_daemon_thread
+
+    try:
+        return asyncio.run(in_daemon_thread(lambda: resolve(model), name="fetch"))
+    except KeyboardInterrupt:
+        leave(130)
 
 
 def add_import_gguf_arguments(parser: argparse.ArgumentParser) -> None:

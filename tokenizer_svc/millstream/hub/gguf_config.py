@@ -64,6 +64,8 @@ def llama_config(
     head_dim = int(metadata.get("llama.attention.key_length", hidden // heads))
     value_dim = int(metadata.get("llama.attention.value_length", head_dim))
     rotary_dim = int(metadata.get("llama.rope.dimension_count", head_dim))
+    if head_dim % 2:
+        raise GgufError(f"rope needs an even head dimension, not {head_dim}")
     if value_dim != head_dim:
         raise GgufError(f"keys of {head_dim} and values of {value_dim} dimensions: must be equal")
     if rotary_dim != head_dim:
@@ -113,8 +115,6 @@ def generation_config(metadata: Metadata) -> dict[str, Any]:
 def _required(metadata: Metadata, name: str, convert: Callable[[Any], Any]) -> Any:
     if (value := metadata.get(f"llama.{name}")) is None:
         raise GgufError(f"the file does not set llama.{name}")
-    if isinstance(value, list):
-        raise GgufError(f"llama.{name} differs from layer to layer, which is not supported")
     return convert(value)
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from millstream.hub.checkpoint import DEFAULT_MAX_SHARD_BYTES, write_bf16
 from millstream.hub.errors import GgufError
 from millstream.hub.gguf_config import generation_config, llama_config
+from millstream.hub.gguf_file import read_gguf
 from millstream.hub.gguf_tokenizer import write_tokenizer
 from millstream.hub.progress import OnProgress, silent
 
@@ -59,38 +60,32 @@ def import_gguf(
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise GgufError(f"{out_dir} exists and is not an empty folder")
-    reader = _open(file)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    metadata, tensors = read_gguf(file)
     _check_kind(metadata)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     _check_types(tensors)
     config = _config(metadata, tensors)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    # An existing folder may be a mount, a link or ".", which no rename can replace.
+    place = out_dir if out_dir.exists() else out_dir.parent
+    place.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=place))
     try:
         partial.chmod(0o755)
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", generation_config(metadata))
         write_tokenizer(metadata, partial, config["vocab_size"])
         _write_weights(partial, tensors, config, on_progress, max_shard_bytes)
-        partial.replace(out_dir)
+        if place == out_dir:
+            _move_into(out_dir, partial)
+        else:
+            partial.replace(out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _open(file: Path) -> Any:
-    from gguf import GGUFReader
-
-    if not file.is_file():
-        raise GgufError(f"no such file: {file}")
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise GgufError(f"{file} is not a GGUF file")
-    try:
-        return GGUFReader(file)
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        # The reader maps the file and trips over whatever lies beyond its end.
-        raise GgufError(f"{file} is truncated or damaged ({error})") from error
+def _move_into(folder: Path, partial: Path) -> None:
+    """Its files into `folder`, config.json last: without it a folder is no model."""
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+        path.replace(folder / path.name)
 
 
 def _check_kind(metadata: Mapping[str, Any]) -> None:
@@ -108,7 +103,7 @@ def _check_types(tensors: Mapping[str, Any]) -> None:
     seen = {tensor.tensor_type: tensor for tensor in tensors.values()}
     for tensor_type, tensor in seen.items():
         try:
-            _values(tensor.data[:1], tensor_type)
+            _values(np.atleast_1d(tensor.data)[:1], tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise GgufError(
                 f"{tensor.name} has tensor type {tensor_type.name}, which gguf cannot dequantise"
@@ -119,9 +114,13 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
     """config.json; raises GgufError when a tensor is missing, unknown or has another shape."""
     if (embedding := tensors.get("token_embd.weight")) is None:
         raise GgufError("the file has no token_embd.weight")
+    if len(_shape(embedding)) != 2:
+        raise GgufError(f"token_embd.weight has shape {_shape(embedding)}, which is no matrix")
     freqs = tensors.get(_ROPE_FREQS)
     rope_freqs = None if freqs is None else _values(freqs.data, freqs.tensor_type)
-    config = llama_config(metadata, int(embedding.shape[1]), rope_freqs)
+    config = llama_config(metadata, _shape(embedding)[0], rope_freqs)
+    if config["num_hidden_layers"] > len(tensors):  # before they are listed: it may be any number
+        raise GgufError(f"{len(tensors)} tensors for {config['num_hidden_layers']} layers")
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors

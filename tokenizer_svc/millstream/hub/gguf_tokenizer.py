@@ -16,11 +16,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from millstream.hub.errors import GgufError
+from millstream.hub.gguf_file import TEMPLATE_KEY
 
 Metadata = Mapping[str, Any]
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-_TEMPLATE_KEY = "tokenizer.chat_template"
 
 # How text is cut before the merges apply, by tokenizer.ggml.pre. These are the patterns that the
 # models' own tokenizer.json files publish. None: GPT-2's pattern; digits: each digit on its own.
@@ -101,6 +101,8 @@ def _byte_level(metadata: Metadata, tokens: list[str]) -> Tokenizer:
     else:
         raise GgufError(f"pre-tokenizer {name!r} is not known; guessing would change the tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    if odd := [merge[0] for merge in merges if len(merge) != 2]:
+        raise GgufError(f"the file's merge {odd[0]!r} is not two tokens")
     ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(_bpe(ids, merges, ignore_merges=name in _IGNORE_MERGES))
     tokenizer.pre_tokenizer = pre.Sequence(steps)
@@ -175,14 +177,14 @@ def _add_edges(
 
 def _write_templates(metadata: Metadata, folder: Path) -> None:
     """chat_template.jinja, and the named ones in the folder where transformers looks for them."""
-    if template := metadata.get(_TEMPLATE_KEY):
-        (folder / "chat_template.jinja").write_text(template)
+    if template := metadata.get(TEMPLATE_KEY):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     for key, template in metadata.items():
-        name = key.removeprefix(f"{_TEMPLATE_KEY}.")
+        name = key.removeprefix(f"{TEMPLATE_KEY}.")
         if name != key and name.replace("_", "").replace("-", "").isalnum():
             named = folder / "additional_chat_templates"
             named.mkdir(exist_ok=True)
-            (named / f"{name}.jinja").write_text(template)
+            (named / f"{name}.jinja").write_text(template, encoding="utf-8")
 
 
 def _write_json(path: Path, content: object) -> None:

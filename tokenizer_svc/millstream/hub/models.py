@@ -42,27 +42,38 @@ def resolve(
         return fetch_default(on_progress)
     if not model:
         raise ModelNotFound("the model's name is empty")
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if (folder := local_folder(model)) is not None:
         return _with_config(folder.resolve(), model)
-    if folder.is_file():
-        hint = "; `millstream import-gguf` converts GGUF files" if folder.suffix == ".gguf" else ""
+    if (file := Path(model).expanduser()).is_file():
+        hint = "; `millstream import-gguf` converts GGUF files" if file.suffix == ".gguf" else ""
         raise ModelNotFound(f"{model!r} is a file, not a model folder{hint}")
     if _looks_like_path(model):
         raise ModelNotFound(f"no such folder: {model!r}")
     return _with_config(_download(model, weights), model)
 
 
+def local_folder(model: str) -> Path | None:
+    """The existing folder that a user's words name, None if they name something else.
+
+    Raises ModelNotFound for what cannot be looked at: no permission, no such user's ~, too long.
+    """
+    try:
+        folder = Path(model).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError) as error:
+        raise ModelNotFound(f"cannot look for {model!r}: {_cause(error)}") from error
+
+
 def display_name(model: str | None, model_dir: Path) -> str:
     """What to call a model that `resolve` found: a Hugging Face id as it is, else the folder's own
     name, since clients need not know where it lies."""
-    if model is None or Path(model).expanduser().is_dir():
+    if model is None or local_folder(model) is not None:
         return model_dir.name
     return model
 
 
 def has_tokenizer(model_dir: Path) -> bool:
-    """Whether a model folder has a tokenizer's vocabulary."""
+    """Whether a model folder has a tokenizer's vocabulary. Raises OSError for a forbidden one."""
     return bool(_tokenizer_files(model_dir))
 
 
@@ -87,9 +98,18 @@ def _tokenizer_files(model_dir: Path) -> list[Path]:
 
 
 def _with_config(folder: Path, model: str) -> Path:
-    if not (folder / "config.json").is_file():
+    try:
+        found = (folder / "config.json").is_file()
+    except OSError as error:  # the folder may not be looked into
+        raise ModelNotFound(f"cannot look into {model!r}: {_cause(error)}") from error
+    if not found:
         raise ModelNotFound(f"{model!r} is no model: {folder} has no config.json")
     return folder
+
+
+def _cause(error: OSError | RuntimeError) -> str:
+    """What the system says, without the path, which the message has already."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _looks_like_path(model: str) -> bool:

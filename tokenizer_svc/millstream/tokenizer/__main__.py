@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 # gRPC's own lines for what we report in one of ours (a taken port). Read when grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -48,10 +47,9 @@ async def _serve(config: TokenizerConfig, server: ServerConfig) -> int:
 
 def _load(config: TokenizerConfig) -> LoadedTokenizer:
     """Raises StartError. Blocks, maybe for minutes (a download)."""
-    folder = Path(config.model).expanduser() if config.model else None
     try:
         # A folder need not be a model: a tokenizer alone will do.
-        local = folder if folder and folder.is_dir() else None
+        local = hub.local_folder(config.model) if config.model else None
         model_dir = local or hub.resolve(config.model, weights=False)
         codec = Codec.load(model_dir)
     except (hub.HubError, TokenizerLoadError) as error:

@@ -19,6 +19,7 @@ from millstream import hub
 from millstream.tokenizer.chat import ChatRenderer, Segment
 from millstream.tokenizer.decoding import Decoding, embedding_rows
 from millstream.tokenizer.detokenizer import TextDecoder
+from millstream.tokenizer.panics import panics_as_errors
 
 
 class TokenizerLoadError(Exception):
@@ -45,27 +46,39 @@ class Codec:
     @classmethod
     def load(cls, model_dir: Path) -> Codec:
         """Raises TokenizerLoadError."""
-        from transformers import AutoTokenizer
-
-        if not hub.has_tokenizer(model_dir):
-            raise TokenizerLoadError(f"{model_dir} has no tokenizer files")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        except Exception as error:  # transformers raises whatever the folder's files provoke
+            return cls._load(model_dir)
+        except TokenizerLoadError:
+            raise
+        except Exception as error:  # the libraries raise whatever the folder's files provoke
             reason = (str(error) or type(error).__name__).strip().splitlines()[0]
             raise TokenizerLoadError(
                 f"cannot load the tokenizer in {model_dir}: {reason}"
             ) from error
+
+    @classmethod
+    @panics_as_errors
+    def _load(cls, model_dir: Path) -> Codec:
+        from transformers import AutoTokenizer
+
+        if not hub.has_tokenizer(model_dir):
+            raise TokenizerLoadError(f"{model_dir} has no tokenizer files")
+        # trust_remote_code: unless told, it asks on the terminal whether to run the folder's code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise TokenizerLoadError(f"{model_dir} has no fast tokenizer (tokenizer.json)")
         return cls(tokenizer, id_limit=embedding_rows(model_dir))
 
+    @panics_as_errors
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
         return [encoding.ids for encoding in encodings]
 
+    @panics_as_errors
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
         """Ids of the joined segments, where special tokens count in the template's segments only.
 

@@ -17,6 +17,7 @@ from millstream.tokenizer.detokenizer import (
     UnknownTokenId,
     WindowDecoder,
 )
+from millstream.tokenizer.panics import panics_as_errors
 from millstream.tokenizer.pieces import build_pieces, without
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -26,15 +27,17 @@ class Decoding:
     """One tokenizer's way back to text."""
 
     def __init__(self, tokenizer: Tokenizer, *, id_limit: int = 0) -> None:
-        """The tokenizer must not be changed afterwards.
+        """The tokenizer must not be changed afterwards. Raises ValueError if it has no tokens.
 
         id_limit: rows of the model's embedding, if known. Ids below it that name no token are
         padding of the embedding; they are legal and have no text.
         """
         self._tokenizer = tokenizer
         vocab = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = len(vocab)
-        self._id_limit = max(id_limit, 1 + max(vocab.values()))
+        if not vocab:
+            raise ValueError("the vocabulary is empty")
+        self.vocab_size = 1 + max(vocab.values())  # vocabularies may have gaps
+        self._id_limit = max(id_limit, self.vocab_size)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[bool, Pieces] = {}  # by skip_special_tokens
@@ -46,7 +49,7 @@ class Decoding:
     def load(cls, model_dir: Path) -> Decoding:
         """From the folder's tokenizer.json. Raises OSError if there is none, ValueError if it
         cannot be read."""
-        text = (model_dir / TOKENIZER_FILE).read_text()
+        text = (model_dir / TOKENIZER_FILE).read_text(encoding="utf-8")
         try:
             tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exceptions
@@ -71,6 +74,7 @@ class Decoding:
             lambda ids: self._library_decode(ids, skip_special_tokens), id_limit=self._id_limit
         )
 
+    @panics_as_errors
     def _library_decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         # Not transformers' decode: that may "clean up" spaces that the model did write.
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -79,7 +83,7 @@ class Decoding:
 def embedding_rows(model_dir: Path) -> int:
     """Rows of the model's embedding by its config.json; 0 if that does not say."""
     try:
-        rows = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+        rows = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):  # a tokenizer alone, or not a model's config
         return 0
     return rows if isinstance(rows, int) else 0

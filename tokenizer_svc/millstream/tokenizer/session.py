@@ -90,8 +90,7 @@ class DetokenizeSession:
             try:
                 text = sequence.extend(token_ids)
             except Exception as error:
-                del self._sequences[handle]
-                answer.fail(handle, _reported(error, "tokens.token_ids"))
+                self._fail(handle, error, answer)
                 continue
             answer.show(handle, text)
             if sequence.stopped:
@@ -102,8 +101,17 @@ class DetokenizeSession:
         if sequence is None:
             answer.fail_unknown(handle, "close")
             return
-        answer.show(handle, sequence.flush())
+        try:
+            text = sequence.flush()
+        except Exception as error:
+            self._fail(handle, error, answer)
+            return
+        answer.show(handle, text)
         self._stop(handle, sequence, answer)
+
+    def _fail(self, handle: int, error: Exception, answer: _Answer) -> None:
+        del self._sequences[handle]
+        answer.fail(handle, _reported(error, "tokens.token_ids"))
 
     def _stop(self, handle: int, sequence: Detokenizer, answer: _Answer) -> None:
         del self._sequences[handle]
