@@ -296,5 +296,8 @@ class LLM:
                 raise Unsupported("prompt: this model has no tokenizer; give token ids, not text")
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
+            # trust_remote_code: unless told, it asks on the terminal whether to run the folder's.
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self._model_dir, local_files_only=True, trust_remote_code=False
+            )
         return self._tokenizer
