@@ -114,16 +114,16 @@ async def measure(
 
 
 async def _one_by_one(sender: Sender, requests: Requests, ids: Sequence[str]) -> list[Trace]:
-    """Once the engine is gone, those that are left fail as the last one did: each would wait for it
+    """Once no engine lives, those that are left fail as the last one did: each would wait for one
     in vain."""
     traces: list[Trace] = []
     for index, request_id in enumerate(ids):
         sent_s = time.perf_counter()
-        if traces and isinstance(traces[-1].error, EngineUnavailable):
-            traces.append(Trace(sent_s=sent_s, error=traces[-1].error))
-            continue
-        await sender.send(requests.part(index, index + 1), [request_id], sent_s)
-        traces += sender.take_traces().values()
+        traces += await sender.send(requests.part(index, index + 1), [request_id], sent_s)
+        error = traces[-1].error
+        if isinstance(error, EngineUnavailable) and await sender.none_lives():
+            left = len(ids) - len(traces)
+            return traces + [Trace(sent_s=sent_s, error=error) for _ in range(left)]
     return traces
 
 
@@ -132,12 +132,12 @@ async def _when_due(
 ) -> list[Trace]:
     """What is due at one moment is sent as one batch. Latencies count from when a request was due:
     a client that falls behind does not hide it."""
+    sent: list[asyncio.Task[list[Trace]]] = []
     async with asyncio.TaskGroup() as tasks:
         for due, group in itertools.groupby(range(len(ids)), key=lambda index: due_s[index]):
             indices = list(group)
             start, stop = indices[0], indices[-1] + 1
             await asyncio.sleep(started + due - time.perf_counter())
-            tasks.create_task(
-                sender.send(requests.part(start, stop), ids[start:stop], started + due)
-            )
-    return list(sender.take_traces().values())
+            sending = sender.send(requests.part(start, stop), ids[start:stop], started + due)
+            sent.append(tasks.create_task(sending))
+    return [trace for task in sent for trace in task.result()]

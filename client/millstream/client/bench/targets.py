@@ -49,7 +49,7 @@ async def open_sender(
         elif target.streams == "per-request":
             engines = engine_targets(client.engine_target)
             async with _channels(engines, target.channels) as channels:
-                yield StreamPerRequest(channels, progress), info
+                yield StreamPerRequest(client, channels, progress), info
         else:
             one_stream.client = client
             yield one_stream, info
