@@ -24,10 +24,16 @@ async def measure_load(
     services: FakeServices, load: Load, progress: Progress | None = None, **target: Any
 ) -> Run:
     """`target`: fields of Target; by default it is the services' engine."""
+    (measured,) = await measure_loads(services, [load], progress, **target)
+    return measured
+
+
+async def measure_loads(
+    services: FakeServices, loads: list[Load], progress: Progress | None = None, **target: Any
+) -> list[Run]:
     target = {"engine": services.target, **target}
     at = Target(tokenizer=services.target, model=None, options={}, **target)
     progress = progress or Progress(shown=False)
     async with open_sender(at, progress) as (sender, info):
         assert info.model == "fake"
-        (measured,) = [run async for run in measure(sender, [load], progress)]
-    return measured
+        return [run async for run in measure(sender, loads, progress)]

@@ -39,11 +39,20 @@ def line(run: Run) -> str:
 
 def failures(runs: Sequence[Run]) -> str | None:
     """What to say of requests that failed; None if none did."""
-    errors = [error for run in runs for error in run.errors]
-    if not errors:
+    failed = [run for run in runs if run.errors]
+    if not failed:
         return None
+    first = failed[0]
+    count = sum(len(run.errors) for run in failed)
     total = sum(run.figures["requests"] for run in runs)
-    return f"{len(errors)} of {total} requests failed, the first one with: {errors[0]}"
+    which = "" if first.measured else f" (of the {first.name})"
+    said = f"{count} of {total} requests failed, the first one{which} with: {first.errors[0]}"
+    last = failed[-1].ended_early
+    if last is None:
+        return said
+    return f"{said}; ended early, as nothing answers any more" + (
+        f": {last}" if last != first.errors[0] else ""
+    )
 
 
 def document(
@@ -70,5 +79,14 @@ def document(
             "platform": platform.platform(),
         },
         "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "runs": [{"name": run.name, **run.figures, "errors": list(run.errors)} for run in runs],
+        "runs": [
+            {
+                "name": run.name,
+                **run.figures,
+                "errors": list(run.errors),
+                "ended_early": run.ended_early,
+            }
+            for run in runs
+            if run.measured
+        ],
     }

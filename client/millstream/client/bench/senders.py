@@ -15,12 +15,13 @@ import grpc
 from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.traces import StreamTraces, Trace
+from millstream.client.connection import service_error
 from millstream.client.engine_stream import Observer
 from millstream.client.engines import engine_targets
 from millstream.client.naming import from_service
 from millstream.client.types import Health
 from millstream.client.workload import Requests
-from millstream.rpc.errors import MillstreamError, from_rpc_error
+from millstream.rpc.errors import MillstreamError
 from millstream.rpc.sampling_params import to_proto
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
@@ -95,12 +96,18 @@ class StreamPerRequest:
     channels. A full queue is a failure here: nothing is sent again."""
 
     def __init__(
-        self, client: AsyncClient, channels: Sequence[grpc.aio.Channel], progress: Progress
+        self,
+        client: AsyncClient,
+        channels: Sequence[tuple[str, grpc.aio.Channel]],
+        progress: Progress,
     ) -> None:
-        """`client`: of the same engines; it is asked how they are."""
+        """`client`: of the same engines; it is asked how they are. `channels`: with their
+        targets."""
         self._client = client
         self._progress = progress
-        stubs: list[Any] = [engine_pb2_grpc.EngineStub(channel) for channel in channels]
+        stubs: list[tuple[str, Any]] = [
+            (target, engine_pb2_grpc.EngineStub(channel)) for target, channel in channels
+        ]
         self._stubs = itertools.cycle(stubs)
 
     async def prepare(self, requests: Requests) -> Requests:
@@ -125,7 +132,8 @@ class StreamPerRequest:
         )
         trace = Trace(sent_s=sent_s)
         stream = StreamTraces({request_id: trace})
-        call = next(self._stubs).Generate()
+        target, stub = next(self._stubs)
+        call = stub.Generate()
         try:
             await call.write(engine_pb2.GenerateRequest(submit=[submission]))
             await call.done_writing()
@@ -135,7 +143,7 @@ class StreamPerRequest:
                 for rejected in message.rejected:
                     trace.error = from_service(rejected.status)
         except grpc.aio.AioRpcError as failure:
-            trace.error = trace.error or from_rpc_error(failure)
+            trace.error = trace.error or service_error("engine", target, failure)
         finally:
             call.cancel()
         self._progress.note(num_ended=1)

@@ -108,7 +108,8 @@ def _run(
 
     def show(run: Run) -> None:
         done.append(run)
-        print(report.line(run), flush=True)
+        if run.measured:
+            print(report.line(run), flush=True)
 
     if in_process:
         engine = _in_process(target, make_loads, progress, show)
@@ -122,7 +123,8 @@ def _run(
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
     if args.plot is not None:
-        plot.draw(figure, done, f"millstream bench {bench}, {engine.get('model', '')}", goals)
+        measured = [run for run in done if run.measured]
+        plot.draw(figure, measured, f"millstream bench {bench}, {engine.get('model', '')}", goals)
         plot.save(figure, args.plot)
     if (failures := report.failures(done)) is not None:
         print(f"millstream bench: {failures}", file=sys.stderr)
