@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from millstream.client.bench.metrics import Goals
@@ -15,6 +16,24 @@ from millstream.client.workload import Workload
 from millstream.rpc.version import millstream_version
 
 _SHOWN = ("ttft", "itl", "tpot", "e2e")
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """What a benchmark has come to so far."""
+
+    engine: Mapping[str, Any] = field(default_factory=dict)  # what it says of itself
+    runs: list[Run] = field(default_factory=list)
+    has_ended: bool = False  # by itself
+
+    @property
+    def measured(self) -> list[Run]:
+        return [run for run in self.runs if run.measured]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for was sent."""
+        return self.has_ended and all(run.ended_early is None for run in self.runs)
 
 
 def line(run: Run) -> str:
@@ -59,10 +78,9 @@ def document(
     bench: str,
     target: Target,
     workload: Workload,
-    runs: Sequence[Run],
+    results: Results,
     *,
     in_process: bool,
-    engine: Mapping[str, Any],
     goals: Goals | None,
 ) -> dict[str, Any]:
     """Every setting and figure; plain JSON values."""
@@ -72,13 +90,14 @@ def document(
         **dataclasses.asdict(target),
         "workload": dataclasses.asdict(workload),
         "goals_ms": None if goals is None else dataclasses.asdict(goals),
-        "engine_info": dict(engine),
+        "engine_info": dict(results.engine),
         "client": {
             "millstream": millstream_version(),
             "python": platform.python_version(),
             "platform": platform.platform(),
         },
         "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "complete": results.complete,
         "runs": [
             {
                 "name": run.name,
@@ -86,7 +105,6 @@ def document(
                 "errors": list(run.errors),
                 "ended_early": run.ended_early,
             }
-            for run in runs
-            if run.measured
+            for run in results.measured
         ],
     }

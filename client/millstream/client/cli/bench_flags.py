@@ -135,6 +135,8 @@ def _check(args: argparse.Namespace, options: dict[str, Any], streams: str) -> N
         refuse("text", "goes through the client's one stream")
     if getattr(args, "in_process", False) and (args.engine is not None or args.text):
         refuse("in-process", "neither with --engine nor with --text")
+    if args.json and args.plot and args.json.resolve() == args.plot.resolve():
+        refuse("plot", "a file of its own, not that of --json")
     if getattr(args, "in_process", False) and streams != "one":
         refuse("in-process", "has no streams")
 
