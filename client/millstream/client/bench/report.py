@@ -57,7 +57,7 @@ def line(run: Run) -> str:
 
 
 def failures(runs: Sequence[Run]) -> str | None:
-    """What to say of requests that failed; None if none did."""
+    """What to say of requests that failed, in one line; None if none did."""
     failed = [run for run in runs if run.errors]
     if not failed:
         return None
@@ -66,12 +66,10 @@ def failures(runs: Sequence[Run]) -> str | None:
     total = sum(run.figures["requests"] for run in runs)
     which = "" if first.measured else f" (of the {first.name})"
     said = f"{count} of {total} requests failed, the first one{which} with: {first.errors[0]}"
-    last = failed[-1].ended_early
-    if last is None:
-        return said
-    return f"{said}; ended early, as nothing answers any more" + (
-        f": {last}" if last != first.errors[0] else ""
-    )
+    if (last := failed[-1].ended_early) is not None:
+        said += "; ended early, as nothing answers any more"
+        said += f": {last}" if last != first.errors[0] else ""
+    return " ".join(said.split())
 
 
 def document(
