@@ -15,6 +15,7 @@ from millstream.client.__main__ import run
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.runs import serve_loads
 from millstream.client.cli import flags
+from millstream.rpc.sampling_params import SamplingParams
 
 _INSTANT = ["--runner", "instant"]
 _SMALL = ["--num-requests", "6", "--input-len", "4", "8", "--output-len", "3", "5"]
@@ -100,6 +101,28 @@ async def test_failures_are_counted(services: FakeServices) -> None:
         measured = await measure_load(services, load, **target)
         assert (measured.figures["failed"], len(measured.errors)) == (1, 1)
         assert "empty or too large" in measured.errors[0]
+
+
+@pytest.mark.parametrize("target", [{}, {"streams": "per-request"}, {"text": True}])
+async def test_a_stream_that_ends_before_its_request_is_a_failure(
+    services: FakeServices, target: dict[str, Any]
+) -> None:
+    services.engine.break_after_tokens, services.engine.breaks_silently = 1, True
+    measured = await measure_load(services, load_of([0.0] * 6), **target)
+    assert measured.figures["failed"] == len(measured.errors) > 0
+    assert f"the engine at {services.target} " in measured.errors[0]
+
+
+@pytest.mark.parametrize("target", [{}, {"streams": "per-request"}, {"text": True}])
+async def test_what_cannot_be_sent_is_a_failure(
+    services: FakeServices, target: dict[str, Any]
+) -> None:
+    load = load_of([0.0] * 6)
+    load.requests.params[2] = SamplingParams(max_tokens=1 << 40)
+    measured = await measure_load(services, load, **target)
+    (error,) = measured.errors
+    assert "max_tokens" in error
+    assert measured.figures["failed"] == 1
 
 
 def test_serve_loads_share_no_prompt() -> None:
@@ -229,6 +252,12 @@ def test_the_bare_client_measures_an_engine_that_runs(
         (["serve"], 2, "--request-rate"),
         (["serve", "--request-rate", "0"], 2, "--request-rate"),
         (["serve", "--request-rate", "nan"], 2, "--request-rate"),
+        (["serve", "--request-rate", "soon"], 2, "--request-rate"),
+        (["serve", "--request-rate", "1e-320"], 2, "--request-rate"),
+        (["serve", "--request-rate", "1", "--goodput", "itl:inf"], 2, "--goodput"),
+        (["serve", "--request-rate", "1", "--goodput", "itl:fast"], 2, "--goodput"),
+        (["--temperature", "nan"], 2, "--temperature"),
+        (["--temperature", "hot"], 2, "--temperature"),
         (["serve", "--request-rate", "1", "--goodput", "tpot:3"], 2, "ttft, itl, e2e"),
         (["serve", "--request-rate", "1", "--goodput", "itl"], 2, "--goodput"),
         (["serve", "--request-rate", "1", "--goodput", "itl:-1"], 2, "above 0"),

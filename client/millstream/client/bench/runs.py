@@ -123,7 +123,7 @@ def _run(
         name=load.name,
         figures=figures,
         latencies=latencies(traces),
-        errors=[str(trace.error) for trace in traces if trace.error is not None],
+        errors=[failure for trace in traces if (failure := trace.failure) is not None],
         ended_early=ended_early,
         measured=load.measured,
     )

@@ -21,7 +21,7 @@ from millstream.client.engines import engine_targets
 from millstream.client.naming import from_service
 from millstream.client.types import Health
 from millstream.client.workload import Requests
-from millstream.rpc.errors import MillstreamError
+from millstream.rpc.errors import EngineUnavailable, MillstreamError
 from millstream.rpc.sampling_params import to_proto
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
@@ -127,13 +127,24 @@ class StreamPerRequest:
         return not await _serves(self._client)
 
     async def _send_one(self, prompt: Any, params: Any, request_id: str, sent_s: float) -> Trace:
-        submission = engine_pb2.Submission(
-            handle=1, token_ids=prompt, sampling=to_proto(params), request_id=request_id
-        )
         trace = Trace(sent_s=sent_s)
-        stream = StreamTraces({request_id: trace})
+        try:
+            submission = engine_pb2.Submission(
+                handle=1, token_ids=prompt, sampling=to_proto(params), request_id=request_id
+            )
+            await self._follow(submission, trace)
+        except MillstreamError as error:
+            trace.error = trace.error or error
+        self._progress.note(num_ended=1)
+        return trace
+
+    async def _follow(self, submission: engine_pb2.Submission, trace: Trace) -> None:
+        """Submits on a stream and reads that to its end. Raises why there is no answer, unless the
+        trace has it."""
+        stream = StreamTraces({submission.request_id: trace})
         target, stub = next(self._stubs)
         call = stub.Generate()
+        has_finished = False
         try:
             await call.write(engine_pb2.GenerateRequest(submit=[submission]))
             await call.done_writing()
@@ -141,13 +152,14 @@ class StreamPerRequest:
                 stream.note(time.perf_counter(), message)
                 self._progress.note(num_tokens=len(message.output.token_ids))
                 for rejected in message.rejected:
-                    trace.error = from_service(rejected.status)
+                    raise from_service(rejected.status)
+                has_finished = has_finished or bool(message.finished)
         except grpc.aio.AioRpcError as failure:
-            trace.error = trace.error or service_error("engine", target, failure)
+            raise service_error("engine", target, failure) from None
         finally:
             call.cancel()
-        self._progress.note(num_ended=1)
-        return trace
+        if not has_finished:
+            raise EngineUnavailable(f"the engine at {target} closed the stream")
 
 
 class TextStreams:
