@@ -134,6 +134,7 @@ async def test_nothing_is_run_after_the_last_engine(
     services.engine.step_s = 0.05
     loads = [dataclasses.replace(load_of([0.0] * 6), name=name) for name in ("1", "2")]
     running = asyncio.create_task(measure_loads(services, loads, **target))
+    await until(lambda: submissions(services) == 6)  # else one waits 10 s for the engine
     await _stop_in_a_request(services)
     started = time.perf_counter()
     (measured,) = await running
