@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import signal
 import threading
@@ -36,6 +37,7 @@ DIE_ID = 903  # the process dies
 
 SLEEP_S = 0.5
 PACE_S = 0.005
+STEPS_BEFORE_FAULT = 20
 
 
 def tokens_after(token_id: int, count: int) -> list[int]:
@@ -100,6 +102,18 @@ def slow_prefill(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
     return FakeRunner(config, lambda plan: time.sleep(SLEEP_S if plan.chunks else 0))
 
 
+def faulty(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
+    """Paced; after so many steps it raises."""
+    steps = itertools.count(1)
+
+    def count(plan: Plan) -> None:
+        time.sleep(PACE_S)
+        if next(steps) > STEPS_BEFORE_FAULT:
+            raise RuntimeError("worn out\n(and a second line)")
+
+    return FakeRunner(config, count)
+
+
 def scripted(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
     """Paced, and obeys the ids above."""
 
@@ -160,6 +174,10 @@ def slow_load(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
 
 def refuses_to_load(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
     raise ValueError("dtype float16 is not supported on this device\n(and a second line)")
+
+
+def fails_to_load(config: EngineConfig, model_dir: Path | None) -> FakeRunner:
+    raise RuntimeError("no memory\n(and a second line)")
 
 
 def dies_while_loading(config: EngineConfig, model_dir: Path | None) -> FakeRunner:

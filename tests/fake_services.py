@@ -72,6 +72,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.draining = False  # refuses everything
         self.deaf = False  # says nothing of what is submitted
         self.break_after_tokens: int | None = None  # then the stream ends UNAVAILABLE
+        self.breaks_silently = False  # as if all were well
         self.messages: list[engine_pb2.GenerateRequest] = []
         self.sent: dict[str, list[int]] = {}  # by request id, what was generated
         self.ended: dict[str, int] = {}  # by request id, the reason
@@ -105,6 +106,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                     self._obey(inbox.pop(0), live, message)
                 arrived.clear()
                 if self._step(live, message):
+                    if self.breaks_silently:
+                        return
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine broke")
                 self.live = len(live)
                 if message.ByteSize():

@@ -8,40 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.client.measured_loads import WORKLOAD, load_of, measure_load
 from tests.fake_services import FakeServices, fake_services, until
 
 from millstream.client.__main__ import run
 from millstream.client.bench.progress import Progress
-from millstream.client.bench.runs import Load, Run, measure, serve_loads
-from millstream.client.bench.targets import Target, open_sender
+from millstream.client.bench.runs import serve_loads
 from millstream.client.cli import flags
-from millstream.client.workload import Workload
+from millstream.rpc.sampling_params import SamplingParams
 
 _INSTANT = ["--runner", "instant"]
 _SMALL = ["--num-requests", "6", "--input-len", "4", "8", "--output-len", "3", "5"]
-_WORKLOAD = Workload(num_requests=6, input_len=(4, 8), output_len=(3, 5))
 
 
 @pytest.fixture
 def targets(threaded_services: FakeServices) -> list[str]:
     return ["--engine", threaded_services.target]
-
-
-async def _measure(
-    services: FakeServices, load: Load, progress: Progress | None = None, **target: Any
-) -> Run:
-    target = {"engine": services.target, **target}
-    at = Target(tokenizer=services.target, model=None, options={}, **target)
-    progress = progress or Progress(shown=False)
-    async with open_sender(at, progress) as (sender, info):
-        assert info.model == "fake"
-        (measured,) = [run async for run in measure(sender, [load], progress)]
-        assert sender.take_traces() == {}
-    return measured
-
-
-def _load(due_s: list[float] | None, vocab_size: int = 200) -> Load:
-    return Load(name="load", requests=_WORKLOAD.draw().shifted(0, vocab_size), due_s=due_s)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +39,8 @@ async def test_every_request_is_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     services.engine.tokens_per_step = lambda: 2  # messages of two tokens
-    load = _load(due_s, vocab_size=90)  # ASCII: as many bytes of text as ids
-    measured = await _measure(services, load, Progress(line_every_s=0), **target)
+    load = load_of(due_s)
+    measured = await measure_load(services, load, Progress(line_every_s=0), **target)
     figures = measured.figures
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and lines[0].startswith("load: 0 of 6 requests, ")
@@ -76,9 +58,9 @@ async def test_several_engines_share_the_requests(
     services: FakeServices, target: dict[str, Any]
 ) -> None:
     async with fake_services() as others:
-        load = _load([0.0] * 6, vocab_size=90)
+        load = load_of([0.0] * 6)
         engines = [services.target, others.target]
-        measured = await _measure(services, load, engine=engines, **target)
+        measured = await measure_load(services, load, engine=engines, **target)
         assert (measured.errors, measured.figures["requests"]) == ([], 6)
         assert measured.figures["output_tokens"] == load.requests.output_tokens
         for each in (services, others):
@@ -99,7 +81,7 @@ def test_several_engines_on_the_command_line(
 
 
 async def test_streams_of_their_own_are_closed(services: FakeServices) -> None:
-    await _measure(services, _load([0.0] * 6), streams="per-request", channels=3)
+    await measure_load(services, load_of([0.0] * 6), streams="per-request", channels=3)
     assert len([message for message in services.engine.messages if message.submit]) == 6
     await until(lambda: services.engine.streams == 0)
 
@@ -108,46 +90,43 @@ async def test_one_at_a_time(services: FakeServices) -> None:
     services.engine.step_s = 0.002
     seen: list[int] = []
     services.engine.tokens_per_step = lambda: seen.append(services.engine.live) or 1  # type: ignore[func-returns-value]
-    await _measure(services, _load(None))
+    await measure_load(services, load_of(None))
     assert max(seen) <= 1
 
 
 async def test_failures_are_counted(services: FakeServices) -> None:
-    load = _load([0.0] * 6)
+    load = load_of([0.0] * 6)
     load.requests.prompts[2] = [100_000]  # not in the vocabulary
     for target in ({}, {"streams": "per-request"}):
-        measured = await _measure(services, load, **target)
+        measured = await measure_load(services, load, **target)
         assert (measured.figures["failed"], len(measured.errors)) == (1, 1)
         assert "empty or too large" in measured.errors[0]
 
 
 @pytest.mark.parametrize("target", [{}, {"streams": "per-request"}, {"text": True}])
-async def test_an_engine_that_breaks_is_what_failed(
+async def test_a_stream_that_ends_before_its_request_is_a_failure(
     services: FakeServices, target: dict[str, Any]
 ) -> None:
-    services.engine.step_s = 0.05  # all are submitted by then
-    services.engine.break_after_tokens = 8
-    measured = await _measure(services, _load([0.0] * 6, vocab_size=90), **target)
+    services.engine.break_after_tokens, services.engine.breaks_silently = 1, True
+    measured = await measure_load(services, load_of([0.0] * 6), **target)
     assert measured.figures["failed"] == len(measured.errors) > 0
-    assert all("the engine broke" in error for error in measured.errors)
+    assert f"the engine at {services.target} " in measured.errors[0]
 
 
-@pytest.mark.parametrize("target", [{}, {"text": True}])
-async def test_one_at_a_time_ends_with_the_engine(
+@pytest.mark.parametrize("target", [{}, {"streams": "per-request"}, {"text": True}])
+async def test_what_cannot_be_sent_is_a_failure(
     services: FakeServices, target: dict[str, Any]
 ) -> None:
-    """Each further request would wait 10 s for an engine that is gone."""
-    services.engine.break_after_tokens = 8
-    measured = await _measure(services, _load(None, vocab_size=90), **target)
-    sent = [one for message in services.engine.messages for one in message.submit]
-    assert 2 <= len(sent) <= 3
-    assert measured.figures["requests"] == 6
-    assert measured.figures["failed"] == len(measured.errors) == 6 - (len(sent) - 1)
-    assert all("the engine broke" in error for error in measured.errors)
+    load = load_of([0.0] * 6)
+    load.requests.params[2] = SamplingParams(max_tokens=1 << 40)
+    measured = await measure_load(services, load, **target)
+    (error,) = measured.errors
+    assert "max_tokens" in error
+    assert measured.figures["failed"] == 1
 
 
 def test_serve_loads_share_no_prompt() -> None:
-    loads = serve_loads(_WORKLOAD, 1000, [1.0, 50.0, float("inf")])
+    loads = serve_loads(WORKLOAD, 1000, [1.0, 50.0, float("inf")])
     firsts = [load.requests.prompts[0] for load in loads]
     assert len({tuple(ids) for ids in firsts}) == len(loads) == 4
     assert [load.measured for load in loads] == [False, True, True, True]
@@ -273,6 +252,12 @@ def test_the_bare_client_measures_an_engine_that_runs(
         (["serve"], 2, "--request-rate"),
         (["serve", "--request-rate", "0"], 2, "--request-rate"),
         (["serve", "--request-rate", "nan"], 2, "--request-rate"),
+        (["serve", "--request-rate", "soon"], 2, "--request-rate"),
+        (["serve", "--request-rate", "1e-320"], 2, "--request-rate"),
+        (["serve", "--request-rate", "1", "--goodput", "itl:inf"], 2, "--goodput"),
+        (["serve", "--request-rate", "1", "--goodput", "itl:fast"], 2, "--goodput"),
+        (["--temperature", "nan"], 2, "--temperature"),
+        (["--temperature", "hot"], 2, "--temperature"),
         (["serve", "--request-rate", "1", "--goodput", "tpot:3"], 2, "ttft, itl, e2e"),
         (["serve", "--request-rate", "1", "--goodput", "itl"], 2, "--goodput"),
         (["serve", "--request-rate", "1", "--goodput", "itl:-1"], 2, "above 0"),

@@ -96,6 +96,12 @@ def test_a_refused_request_that_is_sent_again_is_one() -> None:
     assert (trace.error, trace.ttft_s, trace.output_tokens) == (None, 3.0, 1)
 
 
+def test_an_answer_has_a_token() -> None:
+    assert Trace(sent_s=0.0, pieces=[(0.1, 1)]).failure is None
+    assert Trace(sent_s=0.0).failure == "it ended without a token"
+    assert Trace(sent_s=0.0, pieces=[(0.1, 1)], error=EngineUnavailable("gone")).failure == "gone"
+
+
 def test_an_end_with_a_status_is_a_failure() -> None:
     ended = engine_pb2.Finished(handle=1, status=to_status(Cancelled("gone")))
     arrivals = [(1.0, message(accepted=[accepted(1, "a")], output=step([1]), finished=[ended]))]

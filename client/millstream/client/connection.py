@@ -118,18 +118,23 @@ class Connection:
 
     def error(self, error: grpc.RpcError) -> MillstreamError:
         """The exception behind a failed RPC of this service."""
-        translated = in_keywords(from_rpc_error(error))
-        if isinstance(translated, EngineUnavailable):
-            return EngineUnavailable(
-                f"the {self.kind} at {self.target} is unavailable: {translated.message}",
-                retry_after_s=translated.retry_after_s,
-            )
-        return translated
+        return service_error(self.kind, self.target, error)
 
     async def close(self) -> None:
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
+
+
+def service_error(kind: str, target: str, error: grpc.RpcError) -> MillstreamError:
+    """The exception behind a failed RPC of a service; which one, where it is unavailable."""
+    translated = in_keywords(from_rpc_error(error))
+    if isinstance(translated, EngineUnavailable):
+        return EngineUnavailable(
+            f"the {kind} at {target} is unavailable: {translated.message}",
+            retry_after_s=translated.retry_after_s,
+        )
+    return translated
 
 
 def _health(response: Any) -> Health:

@@ -12,5 +12,5 @@ steps. TTFT: from sending the request to its first piece. ITL: between two token
 piece share the time since the piece before evenly, those of the first piece have none. TPOT: a
 request's mean ITL. E2E: from sending to the last piece.
 
-`traces` and `metrics` are pure; `senders` and `in_process` run requests; `modes` says which.
+`traces` and `metrics` are pure; `senders` and `in_process` run requests; `runs` says which.
 """

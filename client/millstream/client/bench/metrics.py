@@ -24,7 +24,7 @@ class Goals:
     e2e: float | None = None
 
     def kept_by(self, trace: Trace) -> bool:
-        if trace.error is not None or not trace.pieces:
+        if trace.failure is not None:
             return False
         limits = ((self.ttft, trace.ttft_s), (self.itl, trace.tpot_s), (self.e2e, trace.e2e_s))
         return all(limit is None or 1000 * value <= limit for limit, value in limits)
@@ -50,7 +50,7 @@ class Latencies:
 
 
 def answered(traces: Sequence[Trace]) -> list[Trace]:
-    return [trace for trace in traces if trace.error is None and trace.pieces]
+    return [trace for trace in traces if trace.failure is None]
 
 
 def latencies(traces: Sequence[Trace]) -> Latencies:

@@ -33,12 +33,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What came of a load."""
+    """What came of a load. A request that ended without an answer is one of the errors."""
 
     name: str
     figures: Figures
     latencies: Latencies
     errors: Sequence[str] = ()
+    ended_early: str | None = None  # the error after which nothing was sent any more
+    measured: bool = True
 
 
 # ---- loads: no run's prompts are another's, or the prefix cache would answer
@@ -89,55 +91,93 @@ def serve_loads(workload: Workload, vocab_size: int, rates_per_s: Sequence[float
 async def measure(
     sender: Sender, loads: Sequence[Load], progress: Progress, goals: Goals | None = None
 ) -> AsyncIterator[Run]:
-    """Runs one load after the other; yields each measured one when it has ended."""
+    """Runs one load after the other; yields each when it has ended. Once no engine lives, the
+    requests that are left of a load have failed, and the loads after it are left out."""
     for number, load in enumerate(loads):
         requests = await sender.prepare(load.requests)
-        ids = [f"bench-{number}-{index}" for index in range(len(requests.prompts))]
-        with progress.of(load.name, len(ids)):
+        sending = _Sending(sender, requests, f"bench-{number}")
+        with progress.of(load.name, len(requests.prompts)):
             started = time.perf_counter()
-            if load.due_s is None:
-                traces = await _one_by_one(sender, requests, ids)
-            else:
-                traces = await _when_due(sender, requests, ids, started, load.due_s)
+            loss = await sending.run(load.due_s)
             elapsed_s = time.perf_counter() - started
-        if load.measured:
-            figures = summary(traces, elapsed_s, goals)
-            if load.rate_per_s is not None:
-                rate = load.rate_per_s
-                figures["request_rate_per_s"] = None if math.isinf(rate) else rate
-            yield Run(
-                name=load.name,
-                figures=figures,
-                latencies=latencies(traces),
-                errors=[str(trace.error) for trace in traces if trace.error is not None],
-            )
+        left_out = sending.fail_rest(loss) if loss is not None else 0
+        is_last = number == len(loads) - 1
+        ended_early = None if loss is None or (is_last and not left_out) else str(loss)
+        yield _run(load, sending.traces, elapsed_s, goals, ended_early)
+        if loss is not None:
+            return
 
 
-async def _one_by_one(sender: Sender, requests: Requests, ids: Sequence[str]) -> list[Trace]:
-    """Once the engine is gone, those that are left fail as the last one did: each would wait for it
-    in vain."""
-    traces: list[Trace] = []
-    for index, request_id in enumerate(ids):
-        sent_s = time.perf_counter()
-        if traces and isinstance(traces[-1].error, EngineUnavailable):
-            traces.append(Trace(sent_s=sent_s, error=traces[-1].error))
-            continue
-        await sender.send(requests.part(index, index + 1), [request_id], sent_s)
-        traces += sender.take_traces().values()
-    return traces
+def _run(
+    load: Load,
+    traces: Sequence[Trace],
+    elapsed_s: float,
+    goals: Goals | None,
+    ended_early: str | None,
+) -> Run:
+    figures = summary(traces, elapsed_s, goals)
+    if load.rate_per_s is not None:
+        rate = load.rate_per_s
+        figures["request_rate_per_s"] = None if math.isinf(rate) else rate
+    return Run(
+        name=load.name,
+        figures=figures,
+        latencies=latencies(traces),
+        errors=[failure for trace in traces if (failure := trace.failure) is not None],
+        ended_early=ended_early,
+        measured=load.measured,
+    )
 
 
-async def _when_due(
-    sender: Sender, requests: Requests, ids: Sequence[str], started: float, due_s: Sequence[float]
-) -> list[Trace]:
-    """What is due at one moment is sent as one batch. Latencies count from when a request was due:
-    a client that falls behind does not hide it."""
-    async with asyncio.TaskGroup() as tasks:
-        for due, group in itertools.groupby(range(len(ids)), key=lambda index: due_s[index]):
-            indices = list(group)
-            start, stop = indices[0], indices[-1] + 1
-            await asyncio.sleep(started + due - time.perf_counter())
-            tasks.create_task(
-                sender.send(requests.part(start, stop), ids[start:stop], started + due)
-            )
-    return list(sender.take_traces().values())
+class _NoneLives(Exception):
+    """No engine does."""
+
+
+class _Sending:
+    """A load's requests on their way; the run is over when no engine lives."""
+
+    def __init__(self, sender: Sender, requests: Requests, name: str) -> None:
+        self.traces: list[Trace] = []  # of the requests that have ended
+        self._loss: EngineUnavailable | None = None
+        self._sender = sender
+        self._requests = requests
+        self._ids = [f"{name}-{index}" for index in range(len(requests.prompts))]
+
+    async def run(self, due_s: Sequence[float] | None) -> EngineUnavailable | None:
+        """When each is due, as Load's. The error after which no engine was left, if it came to
+        that."""
+        try:
+            await (self._one_by_one() if due_s is None else self._when_due(due_s))
+        except* _NoneLives:
+            pass  # _loss says so
+        return self._loss
+
+    def fail_rest(self, loss: EngineUnavailable) -> int:
+        """What was not sent, or had not ended: how many there are."""
+        left = len(self._ids) - len(self.traces)
+        self.traces += [Trace(sent_s=time.perf_counter(), error=loss) for _ in range(left)]
+        return left
+
+    async def _one_by_one(self) -> None:
+        for index in range(len(self._ids)):
+            await self._send(index, index + 1, time.perf_counter())
+
+    async def _when_due(self, due_s: Sequence[float]) -> None:
+        """What is due at one moment is sent as one batch. Latencies count from when a request was
+        due: a client that falls behind does not hide it."""
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:  # which ends with the first one that raises
+            for due, group in itertools.groupby(range(len(due_s)), key=lambda index: due_s[index]):
+                indices = list(group)
+                await asyncio.sleep(started + due - time.perf_counter())
+                tasks.create_task(self._send(indices[0], indices[-1] + 1, started + due))
+
+    async def _send(self, start: int, stop: int, sent_s: float) -> None:
+        """Raises _NoneLives."""
+        requests = self._requests.part(start, stop)
+        ended = await self._sender.send(requests, self._ids[start:stop], sent_s)
+        self.traces += ended
+        errors = [trace.error for trace in ended if isinstance(trace.error, EngineUnavailable)]
+        if errors and await self._sender.none_lives():
+            self._loss = errors[-1]
+            raise _NoneLives

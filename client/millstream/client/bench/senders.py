@@ -15,26 +15,30 @@ import grpc
 from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.traces import StreamTraces, Trace
+from millstream.client.connection import service_error
 from millstream.client.engine_stream import Observer
+from millstream.client.engines import engine_targets
 from millstream.client.naming import from_service
+from millstream.client.types import Health
 from millstream.client.workload import Requests
-from millstream.rpc.errors import MillstreamError, from_rpc_error
+from millstream.rpc.errors import EngineUnavailable, MillstreamError
 from millstream.rpc.sampling_params import to_proto
 from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 
 class Sender(Protocol):
-    """Sends requests, named by ids that are not used twice, and tells what came of them."""
+    """Sends requests, named by ids that no two have at once, and tells what came of them."""
 
     async def prepare(self, requests: Requests) -> Requests:
         """What `send` needs besides prompts; before the clock starts."""
 
-    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> list[Trace]:
         """Sends all of them at once and returns when they have ended; `sent_s`, by
         time.perf_counter(): when they were due. A request's own failure is its trace's error."""
 
-    def take_traces(self) -> dict[str, Trace]:
-        """By id, of all requests sent since the last call."""
+    async def none_lives(self) -> bool:
+        """Whether a further request would wait for an engine in vain: to be asked when one has
+        failed with EngineUnavailable."""
 
 
 class OneStream:
@@ -61,42 +65,56 @@ class OneStream:
     async def prepare(self, requests: Requests) -> Requests:
         return requests
 
-    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> list[Trace]:
         assert self.client is not None
-        self._traces.update((request_id, Trace(sent_s=sent_s)) for request_id in ids)
-        outputs = await self.client.generate(
-            requests.prompts,
-            requests.params,
-            request_id=ids,
-            detokenize=False,
-            return_exceptions=True,
-            use_tqdm=False,
-        )
-        for request_id, output in zip(ids, outputs, strict=True):
+        traces = {request_id: Trace(sent_s=sent_s) for request_id in ids}
+        self._traces.update(traces)
+        try:
+            outputs = await self.client.generate(
+                requests.prompts,
+                requests.params,
+                request_id=ids,
+                detokenize=False,
+                return_exceptions=True,
+                use_tqdm=False,
+            )
+        finally:
+            for request_id in ids:
+                del self._traces[request_id]
+        for trace, output in zip(traces.values(), outputs, strict=True):
             if isinstance(output, MillstreamError):
-                self._traces[request_id].error = output
+                trace.error = output
+        return list(traces.values())
 
-    def take_traces(self) -> dict[str, Trace]:
-        traces = self._traces.copy()
-        self._traces.clear()
-        return traces
+    async def none_lives(self) -> bool:
+        assert self.client is not None
+        return await _none_lives(self.client)
 
 
 class StreamPerRequest:
     """A Generate stream for each request, as clients behind a balancing proxy do, over a few
     channels. A full queue is a failure here: nothing is sent again."""
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel], progress: Progress) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        channels: Sequence[tuple[str, grpc.aio.Channel]],
+        progress: Progress,
+    ) -> None:
+        """`client`: of the same engines; it is asked how they are. `channels`: with their
+        targets."""
+        self._client = client
         self._progress = progress
-        stubs: list[Any] = [engine_pb2_grpc.EngineStub(channel) for channel in channels]
+        stubs: list[tuple[str, Any]] = [
+            (target, engine_pb2_grpc.EngineStub(channel)) for target, channel in channels
+        ]
         self._stubs = itertools.cycle(stubs)
-        self._traces: dict[str, Trace] = {}
 
     async def prepare(self, requests: Requests) -> Requests:
         return requests
 
-    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
-        await asyncio.gather(
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> list[Trace]:
+        return await asyncio.gather(
             *(
                 self._send_one(prompt, params, request_id, sent_s)
                 for prompt, params, request_id in zip(
@@ -105,17 +123,28 @@ class StreamPerRequest:
             )
         )
 
-    def take_traces(self) -> dict[str, Trace]:
-        traces, self._traces = self._traces, {}
-        return traces
+    async def none_lives(self) -> bool:
+        return not await _serves(self._client)
 
-    async def _send_one(self, prompt: Any, params: Any, request_id: str, sent_s: float) -> None:
-        submission = engine_pb2.Submission(
-            handle=1, token_ids=prompt, sampling=to_proto(params), request_id=request_id
-        )
-        trace = self._traces[request_id] = Trace(sent_s=sent_s)
-        stream = StreamTraces(self._traces)
-        call = next(self._stubs).Generate()
+    async def _send_one(self, prompt: Any, params: Any, request_id: str, sent_s: float) -> Trace:
+        trace = Trace(sent_s=sent_s)
+        try:
+            submission = engine_pb2.Submission(
+                handle=1, token_ids=prompt, sampling=to_proto(params), request_id=request_id
+            )
+            await self._follow(submission, trace)
+        except MillstreamError as error:
+            trace.error = trace.error or error
+        self._progress.note(num_ended=1)
+        return trace
+
+    async def _follow(self, submission: engine_pb2.Submission, trace: Trace) -> None:
+        """Submits on a stream and reads that to its end. Raises why there is no answer, unless the
+        trace has it."""
+        stream = StreamTraces({submission.request_id: trace})
+        target, stub = next(self._stubs)
+        call = stub.Generate()
+        has_finished = False
         try:
             await call.write(engine_pb2.GenerateRequest(submit=[submission]))
             await call.done_writing()
@@ -123,12 +152,14 @@ class StreamPerRequest:
                 stream.note(time.perf_counter(), message)
                 self._progress.note(num_tokens=len(message.output.token_ids))
                 for rejected in message.rejected:
-                    trace.error = from_service(rejected.status)
+                    raise from_service(rejected.status)
+                has_finished = has_finished or bool(message.finished)
         except grpc.aio.AioRpcError as failure:
-            trace.error = trace.error or from_rpc_error(failure)
+            raise service_error("engine", target, failure) from None
         finally:
             call.cancel()
-        self._progress.note(num_ended=1)
+        if not has_finished:
+            raise EngineUnavailable(f"the engine at {target} closed the stream")
 
 
 class TextStreams:
@@ -138,14 +169,13 @@ class TextStreams:
     def __init__(self, client: AsyncClient, progress: Progress) -> None:
         self._progress = progress
         self._client = client
-        self._traces: dict[str, Trace] = {}
 
     async def prepare(self, requests: Requests) -> Requests:
         return replace(requests, texts=await self._client.decode(requests.prompts))
 
-    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> None:
+    async def send(self, requests: Requests, ids: Sequence[str], sent_s: float) -> list[Trace]:
         assert requests.texts is not None
-        await asyncio.gather(
+        return await asyncio.gather(
             *(
                 self._send_one(text, params, request_id, sent_s)
                 for text, params, request_id in zip(
@@ -154,12 +184,11 @@ class TextStreams:
             )
         )
 
-    def take_traces(self) -> dict[str, Trace]:
-        traces, self._traces = self._traces, {}
-        return traces
+    async def none_lives(self) -> bool:
+        return await _none_lives(self._client)
 
-    async def _send_one(self, text: str, params: Any, request_id: str, sent_s: float) -> None:
-        trace = self._traces[request_id] = Trace(sent_s=sent_s)
+    async def _send_one(self, text: str, params: Any, request_id: str, sent_s: float) -> Trace:
+        trace = Trace(sent_s=sent_s)
         try:
             async for delta in self._client.stream(text, params, request_id=request_id):
                 if delta.token_ids:
@@ -171,3 +200,15 @@ class TextStreams:
         except MillstreamError as error:
             trace.error = error
         self._progress.note(num_ended=1)
+        return trace
+
+
+async def _none_lives(client: AsyncClient) -> bool:
+    """Of requests on the client's own streams: where the only engine's broke, the run is over,
+    though another engine may come to the same place."""
+    return len(engine_targets(client.engine_target)) == 1 or not await _serves(client)
+
+
+async def _serves(client: AsyncClient) -> bool:
+    health = await client.health()
+    return health.engine is Health.SERVING and health.tokenizer in (None, Health.SERVING)

@@ -49,7 +49,7 @@ async def open_sender(
         elif target.streams == "per-request":
             engines = engine_targets(client.engine_target)
             async with _channels(engines, target.channels) as channels:
-                yield StreamPerRequest(channels, progress), info
+                yield StreamPerRequest(client, channels, progress), info
         else:
             one_stream.client = client
             yield one_stream, info
@@ -79,12 +79,14 @@ async def _client(target: Target, observed: OneStream | None) -> AsyncIterator[A
 
 
 @contextlib.asynccontextmanager
-async def _channels(targets: Sequence[str], count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
-    """So many to each of the targets, which take turns."""
+async def _channels(
+    targets: Sequence[str], count: int
+) -> AsyncIterator[list[tuple[str, grpc.aio.Channel]]]:
+    """So many to each of the targets, which take turns; each with its target."""
     async with contextlib.AsyncExitStack() as opened:
         channels = []
         for target in [*targets] * count:
             options = [*channel_options(target), _OWN_CONNECTION]
             channel = grpc.aio.insecure_channel(target, options=options)
-            channels.append(await opened.enter_async_context(channel))
+            channels.append((target, await opened.enter_async_context(channel)))
         yield channels

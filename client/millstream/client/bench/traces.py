@@ -20,7 +20,14 @@ class Trace:
     pieces: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    error: MillstreamError | None = None  # why there is no answer
+    error: MillstreamError | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no answer; None if there is one."""
+        if self.error is not None:
+            return str(self.error)
+        return None if self.pieces else "it ended without a token"
 
     @property
     def output_tokens(self) -> int:

@@ -8,13 +8,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from google.protobuf import json_format
 
 from millstream.client.bench import in_process, plot, report, runs
+from millstream.client.bench.files import check_writable
 from millstream.client.bench.metrics import Goals
 from millstream.client.bench.progress import Progress
+from millstream.client.bench.report import Results
 from millstream.client.bench.runs import Load, Run
 from millstream.client.bench.targets import Target, open_sender
 from millstream.client.cli import bench_flags
@@ -30,7 +31,6 @@ _SMALL = Workload(num_requests=10, input_len=(128, 128), output_len=(128, 128))
 _LOADED = Workload(num_requests=100, input_len=(100, 1024), output_len=(100, 256))
 
 MakeLoads = Callable[[int], list[Load]]  # for a vocabulary of that size
-Show = Callable[[Run], None]
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,57 +96,61 @@ def run_serve(args: argparse.Namespace) -> int:
 def _run(
     args: argparse.Namespace, bench: str, make_loads: MakeLoads, goals: Goals | None = None
 ) -> int:
-    """The exit code: 1 when a request failed."""
+    """The exit code: 1 when a request failed. Files are written of what was measured, however it
+    ends, and only then."""
     target = bench_flags.target(args)
     in_process: bool = getattr(args, "in_process", False)
     figure = None if args.plot is None else plot.new_figure()
     for file in (args.json, args.plot):
         if file is not None:
-            file.touch()  # what cannot be written is told before the work
-    progress = Progress()
-    done: list[Run] = []
-
-    def show(run: Run) -> None:
-        done.append(run)
-        print(report.line(run), flush=True)
-
-    if in_process:
-        engine = _in_process(target, make_loads, progress, show)
-    else:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            engine = runner.run(_through_grpc(target, make_loads, progress, goals, show))
-    workload = bench_flags.workload(args)
-    figures = report.document(
-        bench, target, workload, done, in_process=in_process, engine=engine, goals=goals
-    )
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if args.plot is not None:
-        plot.draw(figure, done, f"millstream bench {bench}, {engine.get('model', '')}", goals)
-        plot.save(figure, args.plot)
-    if (failures := report.failures(done)) is not None:
+            check_writable(file)
+    results = Results()
+    try:
+        if in_process:
+            _in_process(target, make_loads, results)
+        else:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(_through_grpc(target, make_loads, goals, results))
+        results.has_ended = True
+    finally:
+        if results.measured and args.json is not None:
+            workload = bench_flags.workload(args)
+            document = report.document(
+                bench, target, workload, results, in_process=in_process, goals=goals
+            )
+            args.json.write_text(json.dumps(document, indent=2) + "\n")
+        if results.measured and args.plot is not None:
+            title = f"millstream bench {bench}, {results.engine.get('model', '')}"
+            plot.draw(figure, results.measured, title, goals)
+            plot.save(figure, args.plot)
+    if (failures := report.failures(results.runs)) is not None:
         print(f"millstream bench: {failures}", file=sys.stderr)
         return 1
     return 0
 
 
-def _in_process(
-    target: Target, make_loads: MakeLoads, progress: Progress, show: Show
-) -> dict[str, Any]:
-    """Shows each run; returns what the engine says of itself."""
+def _in_process(target: Target, make_loads: MakeLoads, results: Results) -> None:
+    """Shows each run."""
     with in_process.open_llm(target.model, target.options) as llm:
+        results.engine = {"model": target.model, **dataclasses.asdict(llm.info)}
         loads = make_loads(llm.info.vocab_size)
-        for run in in_process.measure_in_process(llm, loads, progress):
-            show(run)
-        return {"model": target.model, **dataclasses.asdict(llm.info)}
+        for run in in_process.measure_in_process(llm, loads, Progress()):
+            _show(run, results)
 
 
 async def _through_grpc(
-    target: Target, make_loads: MakeLoads, progress: Progress, goals: Goals | None, show: Show
-) -> dict[str, Any]:
+    target: Target, make_loads: MakeLoads, goals: Goals | None, results: Results
+) -> None:
     """The same through gRPC."""
+    progress = Progress()
     async with open_sender(target, progress) as (sender, info):
+        results.engine = json_format.MessageToDict(info, preserving_proto_field_name=True)
         loads = make_loads(info.vocab_size)
         async for run in runs.measure(sender, loads, progress, goals):
-            show(run)
-        return json_format.MessageToDict(info, preserving_proto_field_name=True)
+            _show(run, results)
+
+
+def _show(run: Run, results: Results) -> None:
+    results.runs.append(run)
+    if run.measured:
+        print(report.line(run), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from millstream.rpc.errors import InvalidArgument
 
 DUMMY_MODEL = "qwen3-0.6b"
 _GOALS = ("ttft", "itl", "e2e")
+_LOWEST_RATE = 0.001  # requests a second: of less, nobody sees the end
 
 
 def add_workload_flags(parser: argparse.ArgumentParser, default: Workload) -> Any:
@@ -37,7 +39,7 @@ def add_workload_flags(parser: argparse.ArgumentParser, default: Workload) -> An
             default=(low, high),
             help=f"{what} tokens, drawn evenly; one number: always so many; default: {low} {high}",
         )
-    group.add_argument("--temperature", type=float, default=default.temperature)
+    group.add_argument("--temperature", type=_finite, default=default.temperature)
     group.add_argument("--workload-seed", type=int, default=default.seed, help="default: 0")
     group.add_argument("--json", type=Path, metavar="FILE", help="write settings and figures there")
     group.add_argument(
@@ -135,6 +137,8 @@ def _check(args: argparse.Namespace, options: dict[str, Any], streams: str) -> N
         refuse("text", "goes through the client's one stream")
     if getattr(args, "in_process", False) and (args.engine is not None or args.text):
         refuse("in-process", "neither with --engine nor with --text")
+    if args.json and args.plot and args.json.resolve() == args.plot.resolve():
+        refuse("plot", "a file of its own, not that of --json")
     if getattr(args, "in_process", False) and streams != "one":
         refuse("in-process", "has no streams")
 
@@ -166,8 +170,8 @@ def positive(text: str) -> int:
 
 def rate(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"above 0, not {text}")
+    if not value >= _LOWEST_RATE:
+        raise argparse.ArgumentTypeError(f"{_LOWEST_RATE:g} or more, not {text}")
     return value
 
 
@@ -175,9 +179,17 @@ def goal(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
     if name not in _GOALS:
         raise argparse.ArgumentTypeError(f"one of {', '.join(_GOALS)} with :MS, not {text}")
-    if not float(limit) > 0:
+    if not 0 < float(limit) < math.inf:
         raise argparse.ArgumentTypeError(f"milliseconds above 0, not {limit}")
     return name, float(limit)
+
+
+def _finite(text: str) -> float:
+    """JSON has no other numbers."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"a finite number, not {text}")
+    return value
 
 
 def _plot_file(text: str) -> Path:
@@ -187,5 +199,5 @@ def _plot_file(text: str) -> Path:
     return file
 
 
-positive.__name__ = rate.__name__ = "number"
+positive.__name__ = rate.__name__ = _finite.__name__ = "number"
 goal.__name__ = "NAME:MS"
