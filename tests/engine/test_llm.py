@@ -286,21 +286,6 @@ def test_text_in_and_out(tmp_path: Path) -> None:
     assert len(with_stop["text"]) > len(without["text"])
 
 
-def test_code_in_a_models_folder_is_never_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor is the user asked about it."""
-    make_tiny_model(tmp_path, vocab_size=BYTE_VOCAB_SIZE)
-    make_byte_tokenizer(tmp_path)
-    config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.A", "own.A"]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    monkeypatch.setattr("builtins.input", lambda _: "y")
-    with LLM(tmp_path, device="cpu") as llm, pytest.raises(ValueError, match="custom code"):
-        llm.generate("x", GREEDY, use_tqdm=False)
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.slow
 def test_the_default_model(default_model_dir: Path) -> None:
     """Greedy on the real weights; the chat template's text is the tokenizer's business."""

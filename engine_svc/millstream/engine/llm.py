@@ -296,8 +296,5 @@ class LLM:
                 raise Unsupported("prompt: this model has no tokenizer; give token ids, not text")
             from transformers import AutoTokenizer
 
-            # trust_remote_code: unless told, it asks on the terminal whether to run the folder's.
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self._model_dir, local_files_only=True, trust_remote_code=False
-            )
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
         return self._tokenizer
