@@ -91,7 +91,7 @@ def _chunk_token_ids(plan: Plan) -> Ints:
 
 
 def padded_arrays(host: HostLayout, bucket: Bucket, padding_slot: int) -> list[Ints]:
-    """What layout.layout_of needs for a step in a bucket, and then which of its sequences the
+    """What layout_of needs for a step in a bucket, and then which of its sequences the
     result is of. Every sequence samples: of some that is left out of the result."""
     num_chunks = len(host.plan.chunks)
     num_decodes = len(host.slots) - num_chunks
