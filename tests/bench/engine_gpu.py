@@ -14,7 +14,6 @@ scores logits. crowd: four times the flagship's requests at once, with as many s
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from tests.bench.graph_timing import graph_time
+from tests.bench.json_lines import report
 
 from millstream.client.workload import Workload
 from millstream.engine import LLM, SamplingParams
@@ -79,11 +79,6 @@ def main() -> None:
         measures[name]()
     free, total = torch.cuda.mem_get_info()
     report("memory", free_gib=free / 2**30, total_gib=total / 2**30)
-
-
-def report(name: str, **figures: Any) -> None:
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
-    print(json.dumps({"bench": name, **rounded}), flush=True)
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.bench.json_lines import report
 
 from millstream.client.workload import Workload
 from millstream.engine.model_files.shapes import config_json
@@ -104,10 +105,6 @@ def in_turns(turns: int, runs: int) -> None:
                         second_runs[name].append(figures["tokens_per_s"])
     ours, theirs = (statistics.median(second_runs[name]) for name in modules)
     report("ratio", ours=ours, nano_vllm=theirs, ratio=round(ours / theirs, 3))
-
-
-def report(name: str, **figures: Any) -> None:
-    print(json.dumps({"bench": name, **figures}), flush=True)
 
 
 def main() -> None:

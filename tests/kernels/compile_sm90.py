@@ -57,7 +57,7 @@ def jobs() -> Iterator[Job]:
             sizes = {"HIDDEN": hidden, "BLOCK": block, "ADD": add}
             warps = min(max(block // 256, 1), 16)
             yield norm, (BF16,) * 4 + (hidden,) * 3 + (1e-6,), {**sizes, "num_warps": warps}
-    for hidden, ranks in ((5120, 2), (8192, 8)):
+    for hidden, ranks in ((5120, 2), (5120, 4), (5120, 8), (8192, 8)):
         block = triton.next_power_of_2(hidden // 2)
         sizes = {"WORDS": hidden // 2, "BLOCK": block, "RANKS": ranks}
         arguments = (I32, I32, I32, I32, I64, I32, 1, 256, hidden // 2, 1e-6)

@@ -66,16 +66,28 @@ def test_processes_compute_what_one_does(folder: Path) -> None:
     assert torch.get_num_threads() == num_threads
 
 
-def test_the_kernels_of_gpus_over_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "heads", "head_dim"), [(2, (4, 2), 64), (8, (64, 8), 128)], ids=["2", "qwen3-32b, 8"]
+)
+def test_the_kernels_of_gpus_over_ranks(
+    tmp_path: Path, ranks: int, heads: tuple[int, int], head_dim: int
+) -> None:
     """In Triton's interpreter: products that are parts of sums, samples from shards of logits."""
-    folder = make_tiny_model(tmp_path, vocab_size=251, head_dim=64, num_hidden_layers=1)
+    folder = make_tiny_model(
+        tmp_path,
+        vocab_size=251,
+        num_hidden_layers=1,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=head_dim,
+    )
     common: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "seed": 3}
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_p": 0.8, "logprobs": 1}]
     params = [SamplingParams(**common, **kind) for kind in kinds]
     options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 3, "max_model_len": 64}
     with LLM(folder, attention_backend="torch", **options) as llm:
         expected = llm.generate(prompts()[1:4], params, use_tqdm=False)
-    with LLM(folder, attention_backend="triton", tensor_parallel_size=2, **options) as llm:
+    with LLM(folder, attention_backend="triton", tensor_parallel_size=ranks, **options) as llm:
         outputs = llm.generate(prompts()[1:4], params, use_tqdm=False)
     for one, two in zip(expected, outputs, strict=True):
         assert one["token_ids"] == two["token_ids"]
