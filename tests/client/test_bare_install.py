@@ -59,7 +59,9 @@ def test_a_bare_install_is_the_client_alone(tmp_path: Path) -> None:
         subprocess.run([millstream, command, "--help"], check=True, capture_output=True)
     # A folder is there without a download: nothing else stops `serve` before it starts services.
     with_model = ["serve", "--model", str(tmp_path)]
-    for command in (["fetch"], ["demo"], ["serve"], with_model, ["-engine"], ["-tokenizer"]):
+    in_process = ["bench", "--in-process"]
+    commands = (["fetch"], ["demo"], ["serve"], with_model, in_process, ["-engine"], ["-tokenizer"])
+    for command in commands:
         program = millstream + command.pop(0) if command[0].startswith("-") else millstream
         shown = subprocess.run(
             [program, *command],

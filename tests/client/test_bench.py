@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -234,6 +235,16 @@ def test_the_bare_client_measures_an_engine_that_runs(
     monkeypatch.setattr(flags, "ENVIRONMENT_ENGINE", targets[1])
     monkeypatch.setattr(flags, "TOKENIZER", targets[1])
     assert run(["bench", "latency", *_SMALL, "--text"]) == 0
+
+
+def test_in_process_the_bare_client_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run(["bench", "--in-process", *_INSTANT, *_SMALL]) == 1
+    shown = capsys.readouterr()
+    assert "millstream[engine,tokenizer]" in shown.err
+    assert shown.out == ""
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_row_26_start_up_that_ends_half_way(
 
 
 def test_row_30_two_engines_in_the_same_second(start: Start) -> None:
-    """Twenty times is the script's matter: tests/bench/tp_starts.py."""
+    """Twenty times is the script's matter: tests/bench/rank_starts.py."""
     servers = [start() for _ in range(2)]
     everyone: list[int] = []
     try:

@@ -51,7 +51,7 @@ NOT_SUBMITTED = {
     "grammar_from_first_token": True,
 }
 REFUSED_PARAMS: dict[str, Any] = {"structural_tag": "{}"}
-ELSEWHERE = {"truncate_prompt_tokens"}  # test_truncation
+ELSEWHERE = {"truncate_prompt_tokens"}  # test_truncation_keeps_the_end
 
 REFUSED: dict[str, Callable[[vllm.GenerateRequest], None]] = {
     "text": lambda request: setattr(request, "text", ""),

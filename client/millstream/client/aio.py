@@ -47,11 +47,12 @@ class AsyncClient:
         observer: Observers | None = None,
     ) -> None:
         """gRPC targets; None: not needed. Of several engines (`engine=[...]`, all with one model)
-        each request goes to the one with the fewest outstanding tokens; one that is away is left
-        out, what it had not accepted goes to another, as does what finds a full queue. `timeout_s`:
-        how long to wait until they serve, before EngineUnavailable is raised. `api_key`: clients
-        with the same one share one client's part of the engine. `observer` is called with each
-        message of an engine; a mapping has one for each target. Raises InvalidArgument."""
+        each request goes to one that can run it at once, if there is one; of several, to the one
+        with the fewest outstanding tokens. One that is away is left out. What it had not accepted
+        goes to another, as does what finds a full queue. `timeout_s`: how long to wait until they
+        serve, before EngineUnavailable is raised. `api_key`: clients with the same one share one
+        client's part of the engine. `observer` is called with each message of an engine; a mapping
+        has one for each target. Raises InvalidArgument."""
         if not check_float("timeout_s", timeout_s) > 0:
             raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine

@@ -52,7 +52,7 @@ class EngineCore:
         """Takes a request. Exactly one FinishedRecord will come of it."""
         grammar = request.sampling.grammar
         if grammar is not None and self.info.structured_output:
-            self._followed[request.key] = self._runner.prepare_grammar(grammar)  # it is there
+            self._followed[request.key] = self._runner.prepare_grammar(grammar)  # compiled already
         finished = self.scheduler.add(request, self._clock())
         if finished is not None:
             self._finished.append(finished)

@@ -1,4 +1,5 @@
-"""The core process: `python -m millstream.engine.core_process --fd N`, of frontend/supervisor.py.
+"""The core process: `python -m millstream.engine.core_process --fd N`; startup/spawn.py starts it,
+and frontend/supervisor.py is at the other end of its socket.
 
     reader thread:  socket -> commands        (end of file: the front end is gone, exit at once)
     main thread:    commands -> EngineCore -> step -> one StepRecord -> socket

@@ -84,7 +84,7 @@ class LLM:
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Runs one step: (key, token ids) of every request that ended, and the tokens sampled.
 
-        Raises EngineFault when a request ended for a fault.
+        Raises EngineFault when a request failed.
         """
         finished, num_tokens = self._step()
         return [(record.key, output.token_ids) for record, output in finished], num_tokens

@@ -7,9 +7,10 @@ afterwards, so a steady decode step carries nothing but the slots' numbers.
 
 With a runner that works one step ahead, plan N+1 is launched before the tokens of plan N are known
 on the host: a decode's input token is whatever the slot sampled last. Steps are computed in order,
-so a block or slot that plan N still touches may be given away by plan N+1. Only the blocks that a
-plan without starts appends may be written while the step before is computed: they lie behind the
-contexts of that step, the one step in flight, whose slots the plan's sequences had then already.
+so a block or slot that plan N still touches may be given away by plan N+1. One thing may be written
+while the step before is computed: the blocks that a plan without starts appends to block tables.
+That step, the only one in flight, had the same sequences in these slots, and reads no entry behind
+their contexts.
 
 Within a step, a layer writes the KV of all chunks before any attention of that layer reads: the
 cached blocks of a sequence that starts may be filled by an earlier chunk of the same plan.
@@ -90,9 +91,8 @@ class TokenLogprobs(NamedTuple):
     before penalties, bias, masks, temperature and filters. Never NaN."""
 
     logprob: float  # of the token that is there
-    top_token_ids: list[
-        int
-    ]  # the likeliest ones, likeliest first; as many as the request asked for
+    # The likeliest ones, likeliest first; as many as the request asked for.
+    top_token_ids: list[int]
     top_logprobs: list[float]
 
 

@@ -1,4 +1,4 @@
-"""Logging, configured once by each process's `__main__`."""
+"""Logging, configured once by each process where it starts."""
 
 from __future__ import annotations
 

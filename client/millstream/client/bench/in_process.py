@@ -11,7 +11,7 @@ from typing import Any
 from millstream.client.bench.metrics import Latencies, run_figures
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.runs import Load, Run
-from millstream.client.launch import import_service, prefetch
+from millstream.client.launch import check_installed, import_service, prefetch
 from millstream.client.processes import LaunchError
 from millstream.rpc.errors import MillstreamError
 
@@ -21,6 +21,7 @@ Step = tuple[float, int, int]  # when it ended, tokens sampled, requests ended
 @contextlib.contextmanager
 def open_llm(model: str | None, options: Mapping[str, Any]) -> Iterator[Any]:
     """An engine.LLM. Raises LaunchError."""
+    check_installed("engine")
     prefetch(model, options)
     engine, hub = import_service("millstream.engine"), import_service("millstream.hub")
     try:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 
 from millstream.client.cli import flags
+from millstream.client.client import Client
 from millstream.client.types import Delta, Output
 from millstream.rpc.values import check_text
 
@@ -39,24 +40,27 @@ def run(args: argparse.Namespace) -> int:
     params, options = flags.sampling_params(args), flags.request_options(args)
     conversation = [{"role": "user", "content": prompt}]
     with flags.client(args) as client:
-        chat = args.chat
-        if chat is None:
-            tokenizer = client.info().tokenizer
-            chat = tokenizer is not None and tokenizer.has_chat_template
-        if args.json or (params.n or 1) > 1:
+        chat = _has_chat_template(client) if args.chat is None else args.chat
+        if not args.json and (params.n or 1) == 1:
             if chat:
-                output = client.chat(conversation, params, **options)
+                _print_deltas(client.chat_stream(conversation, params, **options))
             else:
-                output = client.generate(prompt, params, **options)
-            if args.json:
-                print(json.dumps(flags.as_json(output), ensure_ascii=False))
-            else:
-                _print_samples(output)
-        elif chat:
-            _print_deltas(client.chat_stream(conversation, params, **options))
+                _print_deltas(client.stream(prompt, params, **options))
+            return 0
+        if chat:
+            output = client.chat(conversation, params, **options)
         else:
-            _print_deltas(client.stream(prompt, params, **options))
+            output = client.generate(prompt, params, **options)
+        if args.json:
+            print(json.dumps(flags.as_json(output), ensure_ascii=False))
+        else:
+            _print_samples(output)
     return 0
+
+
+def _has_chat_template(client: Client) -> bool:
+    tokenizer = client.info().tokenizer
+    return tokenizer is not None and tokenizer.has_chat_template
 
 
 def _print_samples(output: Output) -> None:

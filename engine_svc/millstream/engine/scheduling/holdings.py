@@ -43,8 +43,9 @@ class Holdings:
         return self.pool.can_allocate(1)
 
     def take(self, sequence: Sequence) -> bool:
-        """Gives it a slot, which must be free, and blocks for all its known tokens, if there are:
-        what the prefix cache has of them, computed, and new ones."""
+        """Gives it a slot, of which one must be free, and blocks for all its known tokens: those
+        that the prefix cache has, which count as computed, and new ones. False if there are too
+        few; then it gets nothing."""
         known, size = len(sequence.token_ids), self._block_size
         cached = self._cached(sequence)
         num_new = -(-known // size) - len(cached)
@@ -61,13 +62,13 @@ class Holdings:
         return True
 
     def tokens_to_compute(self, sequence: Sequence) -> int:
-        """Of one that waits: its known tokens but for those that the prefix cache has."""
+        """How many known tokens of one that waits the prefix cache does not have."""
         return len(sequence.token_ids) - len(self._cached(sequence)) * self._block_size
 
     def _cached(self, sequence: Sequence) -> list[int]:
-        """The blocks of what need not be computed."""
-        # The last token is at least: its logits are wanted. So are those of the whole prompt if
-        # its log probabilities are.
+        """The cached blocks of its leading tokens, which need not be computed."""
+        # The last token always is: its logits are wanted. So are those of the whole prompt if its
+        # log probabilities are.
         if not self.pool.prefix_caching or sequence.wants_targets:
             return []
         size = self._block_size

@@ -22,7 +22,7 @@ from millstream.engine.sequence import Sequence
 
 
 class Prefilling:
-    """Holds each sequence from its first chunk that is not its last one until its last one."""
+    """Holds the sequences that need several chunks, each from its first until its last."""
 
     def __init__(self, tokens_to_compute: Callable[[Sequence], int]) -> None:
         """`tokens_to_compute`: of a sequence that waits."""
@@ -38,8 +38,8 @@ class Prefilling:
         return self._stack[-1] if self._stack else None
 
     def gives_way_to(self, newcomer: Sequence, spare_tokens: int) -> bool:
-        """Whether one that waits goes before the top, if there is a top; `spare_tokens`: of this
-        step, that the top need not have; may be negative."""
+        """Whether one that waits goes before the top, if there is a top. `spare_tokens`: the part
+        of this step that is not kept for the top; may be negative."""
         top = self.top
         if top is None:
             return True

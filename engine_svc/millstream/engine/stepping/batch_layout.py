@@ -91,8 +91,8 @@ def _chunk_token_ids(plan: Plan) -> Ints:
 
 
 def padded_arrays(host: HostLayout, bucket: Bucket, padding_slot: int) -> list[Ints]:
-    """What layout.layout_of needs for a step in a bucket, and then which of its sequences the
-    result is of. Every sequence samples: of some that is left out of the result."""
+    """What layout_of needs for a step in a bucket; the last array is Padded.sampled. Every sequence
+    samples; the tokens of those that are not in it are left out of the result."""
     num_chunks = len(host.plan.chunks)
     num_decodes = len(host.slots) - num_chunks
     slots = np.full(bucket.sequences, padding_slot, dtype=np.int64)
