@@ -168,6 +168,63 @@ def test_end_ids_come_only_where_the_text_may_end(vocabulary: Any) -> None:
     assert state.is_done
 
 
+@pytest.mark.parametrize(
+    ("grammar", "ends"),
+    [
+        (f'start: "a" <[{IM_END_ID}]>', {IM_END_ID}),
+        ('start: "a" <|im_end|>', {IM_END_ID}),
+        ('start: "a" (<|im_end|> "b")?', set(EOS)),
+        (f'start: "a" <[{byte_ids("a")[0]},{EOS[0]}-{EOS[1]}]> "b"', set()),
+        (f'start: "a" <[^{EOS[0]}]> "b"', set()),
+    ],
+)
+def test_an_end_id_that_a_grammar_names_ends_the_text(
+    vocabulary: Any, grammar: str, ends: set[int]
+) -> None:
+    """So it may come only where nothing more must."""
+    state = start(vocabulary, "grammar", grammar)
+    accept_text(state, "a")
+    assert allowed(state) & set(EOS) == ends
+
+
+def test_a_grammar_that_needs_an_end_id_in_its_midst_cannot_be_followed(vocabulary: Any) -> None:
+    message = f"needs the end-of-sequence id {IM_END_ID} in the midst"
+    state = start(vocabulary, "grammar", 'start: "ab" <|im_end|> "c"')
+    accept_text(state, "ab")
+    with pytest.raises(GrammarError, match=message):
+        allowed(state)
+    with pytest.raises(GrammarError, match=message):  # one that the first token shows
+        start(vocabulary, "grammar", 'start: <|im_end|> "c"')
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "x" part\npart[temperature=0.5]: /[ab]+/',
+        'start: part\npart[stop="]", temperature = 1]: /[ab]+/',
+    ],
+)
+def test_a_temperature_of_a_part_is_refused(vocabulary: Any, grammar: str) -> None:
+    with pytest.raises(GrammarError, match="temperature="):
+        compile_grammar(vocabulary, spec("grammar", grammar))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (r'start: "a\"[temperature=1]"', 'a"[temperature=1]'),
+        (r"start: /\/temperature=[0-9]/", "/temperature=1"),
+        ('start: "a" // [temperature=1]\n# [temperature=1]', "a"),
+        ('start: temperature\ntemperature: "a"', "a"),
+        ('start: %json {"const": "temperature="}', '"temperature="'),
+    ],
+)
+def test_a_temperature_that_is_text_is_no_attribute(
+    vocabulary: Any, grammar: str, text: str
+) -> None:
+    accept_text(start(vocabulary, "grammar", grammar), text)
+
+
 def test_walks_are_independent(vocabulary: Any) -> None:
     compiled = compile_grammar(vocabulary, spec("regex", "a+b"))
     first, second = compiled.start(), compiled.start()

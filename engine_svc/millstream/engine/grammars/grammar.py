@@ -10,19 +10,17 @@ compiles what nobody has compiled yet in a process that may die of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from millstream.engine.grammars.errors import GrammarError, VocabularyError
-from millstream.engine.request import GrammarKind, GrammarSpec
+from millstream.engine.grammars.library_grammar import library_grammar, one_line
+from millstream.engine.request import GrammarSpec
 
 MaskRow = npt.NDArray[np.int32]  # [ceil(V/32)]: bit j of word i is the token id 32*i + j
 
@@ -33,7 +31,6 @@ _NOTHING_MATCHES = "NoExtension"  # how the library says that there is no way on
 _WORN_OUT = "lexer error"  # and that a lexer is at a limit, for good: the walk's, or all walks'
 _TOO_MUCH_AT_ONCE = "too many expressions"  # of one step
 _FEWEST_SHARING = 3  # walks that are worth a spare lexer: a trial, and those of two requests
-_MAX_MESSAGE_CHARS, _MAX_LINE = 400, 120
 
 
 def load_vocabulary(
@@ -47,7 +44,7 @@ def load_vocabulary(
     try:
         return LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=list(eos_token_ids))
     except ValueError as error:
-        raise VocabularyError(f"tokenizer.json: {_one_line(str(error))}") from error
+        raise VocabularyError(f"tokenizer.json: {one_line(str(error))}") from error
 
 
 class CompiledGrammar:
@@ -118,7 +115,7 @@ def compile_grammar(
     """Compiles and tries the first token. Releases the GIL for most of it; usually takes about a
     millisecond, may take seconds. `kept_bytes`: its size, from who has measured that. `on_wear` is
     called when a spare is wanted, and must not wait for it. Raises GrammarError."""
-    make = partial(LLMatcher, vocabulary, _library_grammar(spec), log_level=0, limits=_LIMITS)
+    make = partial(LLMatcher, vocabulary, library_grammar(spec), log_level=0, limits=_LIMITS)
     compiled = CompiledGrammar(make, vocabulary, kept_bytes, on_wear)
     _try_first_token(compiled)
     return compiled
@@ -166,12 +163,28 @@ class GrammarState:
             self._compute(row)
         # After an error the library would allow EOS, as if the text were complete.
         _raise_error(self._matcher)
+        self._drop_early_ends(row)
         if not row.any():
             raise GrammarError("no token of the vocabulary can come next")
 
     def _compute(self, row: MaskRow) -> None:
         assert row.flags.c_contiguous, "the library writes to memory"
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def _drop_early_ends(self, row: MaskRow) -> None:
+        """An EOS id that the grammar itself names ends the text, and so may come only where nothing
+        more must."""
+        words = row.view(np.uint32)
+        ends = [each for each in self._eos_token_ids if words[each // 32] >> (each % 32) & 1]
+        if not ends or self._matcher.is_accepting():
+            return
+        for each in ends:
+            after = self._matcher.deep_copy()
+            after.consume_token(each)
+            if not after.is_accepting():
+                words[each // 32] &= ~np.uint32(1 << each % 32)
+        if not row.any():
+            raise GrammarError(f"it needs the end-of-sequence id {ends[0]} in the midst")
 
     def accept(self, token_id: int) -> None:
         """Steps over a token. Raises GrammarError if fill() did not allow it."""
@@ -221,52 +234,4 @@ def _raise_error(matcher: LLMatcher) -> None:
         message = matcher.get_error()
         if message.startswith(_NOTHING_MATCHES):
             message = "no text of finite length follows it"
-        raise GrammarError(_one_line(message))
-
-
-def _library_grammar(spec: GrammarSpec) -> str:
-    match spec.kind:
-        case GrammarKind.JSON_SCHEMA:
-            return _json_grammar(spec.text)
-        case GrammarKind.JSON_OBJECT:
-            return _json_grammar('{"type": "object"}')
-        case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(spec.text)
-        case GrammarKind.CHOICE:
-            return LLMatcher.grammar_from_regex("|".join(map(_as_regex, json.loads(spec.text))))
-        case GrammarKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(_lark(spec.text))
-        case _:
-            assert_never(spec.kind)
-
-
-def _as_regex(text: str) -> str:
-    """A regex that matches this text alone."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def _json_grammar(schema: str) -> str:
-    try:
-        # A schema's own "x-guidance" may allow whitespace, but not that keywords are ignored.
-        return LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_flexible": False}, overrides={"lenient": False}
-        )
-    except ValueError as error:
-        raise GrammarError(_one_line(str(error))) from error
-
-
-def _lark(text: str) -> str:
-    """The grammar in Lark's notation; GBNF (llama.cpp's and vLLM's) is turned into it."""
-    try:
-        lark: str = any_to_lark(text)
-    except Exception as error:  # its parser raises whatever comes, RecursionError too
-        raise GrammarError(_one_line(str(error) or type(error).__name__)) from error
-    return lark
-
-
-def _one_line(message: str) -> str:
-    """The library's message without what it quotes of a long grammar, and without its carets."""
-    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
-    kept = (line for line in lines if line.strip("^ "))
-    text = " ".join(line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + "..." for line in kept)
-    return text[:_MAX_MESSAGE_CHARS]
+        raise GrammarError(one_line(message))
