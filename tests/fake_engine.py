@@ -20,7 +20,9 @@ from millstream.rpc.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     InvalidArgument,
+    MillstreamError,
     QueueFull,
+    abort,
     to_status,
 )
 from millstream.v1 import engine_pb2, engine_pb2_grpc
@@ -49,6 +51,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.deaf = False  # says nothing of what is submitted
         self.break_after_tokens: int | None = None  # then the stream ends UNAVAILABLE
         self.breaks_silently = False  # as if all were well
+        self.ends_with: MillstreamError | None = None  # once something is submitted
         self.messages: list[engine_pb2.GenerateRequest] = []
         self.sent: dict[str, list[int]] = {}  # by request id, what was generated
         self.ended: dict[str, int] = {}  # by request id, the reason
@@ -77,6 +80,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                         await arrived.wait()
                     if reading.done() and not inbox:  # half-closed: no more submissions
                         return
+                if self.ends_with is not None and inbox:
+                    await abort(context, self.ends_with)
                 message = engine_pb2.GenerateResponse()
                 while inbox:
                     self._obey(inbox.pop(0), live, message)

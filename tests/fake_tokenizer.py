@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from tests.fake_tokens import FINGERPRINT, VOCAB_SIZE, decoder, text_of
 
-from millstream.rpc.errors import InvalidArgument, abort, to_status
+from millstream.rpc.errors import InvalidArgument, MillstreamError, abort, to_status
 from millstream.tokenizer.detokenizer import Detokenizer
 from millstream.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -24,6 +24,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         )
         self.fail_at_token: int | None = None  # of every sequence
         self.break_after_messages: int | None = None  # then the stream ends UNAVAILABLE
+        self.ends_with: MillstreamError | None = None  # after an answer
         self.hold = False  # Encode and Decode do not answer
         self.deaf = False  # Detokenize does not
         self.encode_calls = 0
@@ -113,6 +114,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             self.open_sequences = len(sequences)
             if not self.deaf:
                 yield response
+                if self.ends_with is not None:
+                    await abort(context, self.ends_with)
 
     @staticmethod
     def _answer(

@@ -15,6 +15,7 @@ from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.traces import StreamTraces, Trace
 from millstream.client.bench.turns import Turns
+from millstream.client.call_end import CallEnd
 from millstream.client.connection import service_error
 from millstream.client.engine_stream import Observer
 from millstream.client.engines import engine_targets
@@ -140,6 +141,7 @@ class StreamPerRequest:
         stream = StreamTraces({submission.request_id: trace})
         target, stub = self._turns.next()
         call = stub.Generate()
+        end = CallEnd(call)
         has_finished = False
         try:
             await call.write(engine_pb2.GenerateRequest(submit=[submission]))
@@ -151,7 +153,7 @@ class StreamPerRequest:
                     raise from_service(rejected.status)
                 has_finished = has_finished or bool(message.finished)
         except grpc.aio.AioRpcError as failure:
-            raise service_error("engine", target, failure) from None
+            raise service_error("engine", target, end.error or failure) from None
         finally:
             call.cancel()
         if not has_finished:
