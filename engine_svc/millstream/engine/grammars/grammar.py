@@ -10,6 +10,8 @@ compiles what nobody has compiled yet in a process that may die of it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,10 @@ _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _NOTHING_MATCHES = "NoExtension"  # how the library says that there is no way on
 _WORN_OUT = "lexer error"  # and that a lexer is at a limit, for good: the walk's, or all walks'
 _TOO_MUCH_AT_ONCE = "too many expressions"  # of one step
+# What a walk may take of the engine's loop, which all requests wait for: a mask of a usual grammar
+# takes 40 us, one of an ambiguous grammar more with each token, in the end tenths of a second.
+_ALLOWED_S, _ALLOWED_PER_TOKEN_S = 0.5, 0.004  # of processor time
+_SLOW_TOGETHER_S = 0.02  # hundreds of rows that are filled together take less
 _FEWEST_SHARING = 3  # walks that are worth a spare lexer: a trial, and those of two requests
 
 
@@ -125,6 +131,7 @@ def _try_first_token(compiled: CompiledGrammar) -> None:
     """Much that the library compiles (what nothing matches, what takes too many states) shows its
     error here."""
     state, row = compiled.start(), np.zeros(compiled.mask_words, dtype=np.int32)
+    state.left_s = math.inf  # whatever lexers keep is new here
     state.fill(row)
     word = int(np.flatnonzero(row)[0])
     state.accept(32 * word + int(np.flatnonzero(row[word] >> np.arange(32) & 1)[0]))
@@ -148,13 +155,15 @@ class GrammarState:
         self._mask_words = mask_words
         self._eos_token_ids = eos_token_ids
         self.is_done = False  # the text has ended: nothing follows
+        self.left_s = _ALLOWED_S
         self._accepted: list[int] = []
         self._filled: MaskRow | None = None  # ahead, by fill_ahead()
 
     def fill(self, row: MaskRow) -> None:
         """Overwrites the row with what may come next: EOS ids wherever the text may end, and they
         alone once it must. Never leaves it empty. Raises GrammarError where a limit of the library
-        is hit."""
+        is hit, and once the walk has taken too long."""
+        started_s = time.thread_time()
         if self._filled is not None:
             row[:] = self._filled
         else:
@@ -166,6 +175,13 @@ class GrammarState:
         self._drop_early_ends(row)
         if not row.any():
             raise GrammarError("no token of the vocabulary can come next")
+        self._spend(started_s)
+        if self.left_s < 0:
+            allowed = f"{_ALLOWED_S:g} s and {_ALLOWED_PER_TOKEN_S * 1000:g} ms a token"
+            raise GrammarError(f"following it takes more than {allowed}")
+
+    def _spend(self, started_s: float) -> None:
+        self.left_s -= time.thread_time() - started_s
 
     def _compute(self, row: MaskRow) -> None:
         assert row.flags.c_contiguous, "the library writes to memory"
@@ -188,6 +204,7 @@ class GrammarState:
 
     def accept(self, token_id: int) -> None:
         """Steps over a token. Raises GrammarError if fill() did not allow it."""
+        started_s = time.thread_time()
         self._filled = None
         taken = self._matcher.consume_token(token_id)
         if not taken and self._change_over():
@@ -197,6 +214,8 @@ class GrammarState:
             raise GrammarError(f"the grammar does not allow the token {token_id}")
         self._accepted.append(token_id)
         self.is_done = token_id in self._eos_token_ids
+        self._spend(started_s)
+        self.left_s += _ALLOWED_PER_TOKEN_S
 
     def _change_over(self) -> bool:
         """Goes on with another lexer where this one is at a limit that others may have led it to;
@@ -217,9 +236,15 @@ class ParallelFill:
 
     def __init__(self, num_threads: int) -> None:
         self._executor = LLExecutor(num_threads)
+        self._was_slow = False
 
     def fill_ahead(self, states: Sequence[GrammarState]) -> None:
-        """Has the next fill() of each state, at least one of one vocabulary, find its row."""
+        """Has the next fill() of each state, at least one of one vocabulary, find its row. Not the
+        next time after one that was slow: then each shows how much of that it takes."""
+        if self._was_slow:
+            self._was_slow = False
+            return
+        started_s = time.perf_counter()
         rows: MaskRow = np.empty((len(states), states[0]._mask_words), dtype=np.int32)
         matchers = [(state._matcher, index) for index, state in enumerate(states)]
         self._executor.unsafe_compute_mask_ptr(
@@ -227,6 +252,7 @@ class ParallelFill:
         )
         for state, row in zip(states, rows, strict=True):
             state._filled = row
+        self._was_slow = time.perf_counter() - started_s > _SLOW_TOGETHER_S
 
 
 def _raise_error(matcher: LLMatcher) -> None:
