@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from tests.fake_runners import STEPS_BEFORE_FAULT
+from tests.rank_processes import wait_for_ranks
+from tests.tiny_models import make_tiny_model
 
 from millstream.client.__main__ import run
 
@@ -21,6 +23,16 @@ _TOKENS = 4
 def _small(num_requests: int) -> list[str]:
     lengths = ["--input-len", "5", "--output-len", str(_TOKENS)]
     return ["--num-requests", str(num_requests), *lengths]
+
+
+def _bench(*flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "millstream.client", "bench", "--in-process", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 def test_a_runner_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,17 +91,24 @@ def test_a_runner_that_raises_at_its_start(capsys: pytest.CaptureFixture[str]) -
     assert error.endswith("error: RuntimeError: no memory (and a second line)")
 
 
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """Those that fail because of it say nothing of their own."""
+    folder = str(make_tiny_model(tmp_path, vocab_size=251))
+    flags = ["--device", "cpu", "--tensor-parallel-size", "4", "--runs", "1000"]
+    with _bench("--model", folder, *flags, *_small(2)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("run 1: ")
+        os.kill(wait_for_ranks(process.pid, 3)[-1], signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    (error,) = err.splitlines()
+    assert "RankLost: rank 3 of 4 was killed by SIGKILL" in error
+
+
 def test_ctrl_c(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    paced = ["--in-process", "--runner", "tests.fake_runners:paced", "--runs", "1000"]
-    command = ["bench", *paced, *_small(2), "--json", str(file)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "millstream.client", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as process:
+    paced = ["--runner", "tests.fake_runners:paced", "--runs", "1000"]
+    with _bench(*paced, *_small(2), "--json", str(file)) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("run 1: ")
         process.send_signal(signal.SIGINT)

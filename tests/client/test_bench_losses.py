@@ -15,6 +15,7 @@ from tests.fake_services import FakeServices, fake_services, until
 
 from millstream.client.__main__ import run
 from millstream.client.bench.runs import Run
+from millstream.client.bench.turns import open_turns
 
 ALL_WAYS: list[dict[str, Any]] = [{}, {"streams": "per-request"}, {"text": True}]
 IDS = ["one stream", "a stream each", "text"]
@@ -52,11 +53,12 @@ async def test_one_at_a_time_ends_with_the_engine(
     assert all("the engine broke" in error for error in measured.errors)
 
 
-@pytest.mark.parametrize("target", [{}, {"text": True}])
+@pytest.mark.parametrize("target", ALL_WAYS, ids=IDS)
 async def test_one_at_a_time_goes_on_with_the_engine_that_lives(
     services: FakeServices, target: dict[str, Any]
 ) -> None:
-    """Idle engines are equal, so the first one gets all requests while it lives."""
+    """Idle engines are equal, so the first one gets all requests while it lives; or the first
+    turn."""
     async with fake_services() as dying:
         running = _start_one_at_a_time(dying, services, **target)
         await _stop_in_a_request(dying)
@@ -118,12 +120,39 @@ async def test_arrivals_go_on_with_the_engine_that_lives(
         await until(lambda: services.engine.live > 0)
         await _stop_in_a_request(dying)
         measured = await running
-    # The client's streams leave out who is gone, streams of their own have their turn with it.
-    failed = 3 if target.get("streams") else 1
-    assert (measured.figures["requests"], measured.figures["failed"]) == (6, failed)
+    assert (measured.figures["requests"], measured.figures["failed"]) == (6, 1)
     assert all(dying.target in error for error in measured.errors), measured.errors
-    assert submissions(services) == 6 - failed
+    assert submissions(services) == 5
     assert measured.ended_early is None
+
+
+# ---- turns
+
+
+async def test_an_engine_that_is_away_has_no_turn(services: FakeServices) -> None:
+    """From the first request on, however soon it is due."""
+    engines = ["127.0.0.1:1", services.target]
+    measured = await measure_load(
+        services, load_of([0.0] * 6), engine=engines, streams="per-request"
+    )
+    assert measured.errors == []
+    assert submissions(services) == 6
+
+
+async def test_an_engine_that_comes_back_has_turns_again(services: FakeServices) -> None:
+    async with fake_services() as other, open_turns([services.target, other.target]) as turns:
+        assert {turns.next()[0] for _ in range(4)} == {services.target, other.target}
+        other.health.set_serving(False)
+        await until(lambda: {turns.next()[0] for _ in range(4)} == {services.target})
+        other.health.set_serving(True)
+        await until(lambda: {turns.next()[0] for _ in range(4)} == {services.target, other.target})
+
+
+async def test_turns_of_engines_that_are_all_away(services: FakeServices) -> None:
+    """Whoever asks hears what is wrong with one of them."""
+    services.health.set_serving(False)
+    async with open_turns([services.target, "127.0.0.1:1"]) as turns:
+        assert {turns.next()[0] for _ in range(4)} == {services.target, "127.0.0.1:1"}
 
 
 @pytest.mark.parametrize("target", ALL_WAYS, ids=IDS)

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_services import EOS, FakeServices
+from tests.fake_services import FakeServices
+from tests.fake_tokens import EOS
 
 from millstream.client.__main__ import run
 from millstream.engine.config import EngineConfig

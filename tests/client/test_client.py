@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.fake_services import EOS, FakeServices
+from tests.fake_services import FakeServices
+from tests.fake_tokens import EOS
 
 from millstream.client import AsyncClient, Client, SamplingParams
 from millstream.rpc.errors import EngineUnavailable, InvalidArgument

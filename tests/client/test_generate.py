@@ -7,7 +7,8 @@ import random
 from typing import Any
 
 import pytest
-from tests.fake_services import EOS, FakeServices, fake_services, settled, until
+from tests.fake_services import FakeServices, fake_services, settled, until
+from tests.fake_tokens import EOS
 
 from millstream.client import AsyncClient, FinishReason, Health, SamplingParams
 from millstream.rpc.errors import (

@@ -4,7 +4,8 @@ texts; against services whose right answer is plain to see (tests/fake_services.
 from __future__ import annotations
 
 import pytest
-from tests.fake_services import EOS, EOS_TEXT, FakeServices
+from tests.fake_services import FakeServices
+from tests.fake_tokens import EOS, EOS_TEXT
 
 from millstream.client import AsyncClient, Logprob, Output, SamplingParams
 from millstream.client.logprobs import unpack

@@ -10,7 +10,8 @@ import random
 from collections import defaultdict
 
 import pytest
-from tests.fake_services import EOS, FakeServices, settled, until
+from tests.fake_services import FakeServices, settled, until
+from tests.fake_tokens import EOS
 
 from millstream.client import AsyncClient, Client, SamplingParams
 from millstream.rpc.errors import InvalidArgument, QueueFull

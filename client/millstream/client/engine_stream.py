@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from millstream.client.call_end import CallEnd
 from millstream.client.connection import Connection
 from millstream.client.generation import Generation
 from millstream.client.logprobs import unpack
@@ -53,6 +54,7 @@ class EngineStream:
             limits.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_MAX_MESSAGE_BYTES
         )
         self._call = call
+        self._end = CallEnd(call)
         self._connection = connection
         self._observer = observer
         self._live: dict[int, Generation] = {}
@@ -196,7 +198,7 @@ class EngineStream:
                 f"the engine at {self._connection.target} closed the stream"
             )
         except grpc.aio.AioRpcError as failure:
-            error = self._connection.error(failure)
+            error = self._connection.error(self._end.error or failure)
         except asyncio.CancelledError:
             self._break(Cancelled("the client was closed"))
             raise

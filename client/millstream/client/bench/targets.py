@@ -7,18 +7,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import grpc
-
 from millstream.client.aio import AsyncClient
 from millstream.client.bench.progress import Progress
 from millstream.client.bench.senders import OneStream, Sender, StreamPerRequest, TextStreams
+from millstream.client.bench.turns import open_turns
 from millstream.client.engines import engine_targets
 from millstream.client.launch import alaunch
-from millstream.rpc.options import channel_options
 from millstream.v1 import engine_pb2
-
-# Or channels to one target would share a connection.
-_OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +43,8 @@ async def open_sender(
             yield TextStreams(client, progress), info
         elif target.streams == "per-request":
             engines = engine_targets(client.engine_target)
-            async with _channels(engines, target.channels) as channels:
-                yield StreamPerRequest(client, channels, progress), info
+            async with open_turns(engines, target.channels) as turns:
+                yield StreamPerRequest(client, turns, progress), info
         else:
             one_stream.client = client
             yield one_stream, info
@@ -76,17 +71,3 @@ async def _client(target: Target, observed: OneStream | None) -> AsyncIterator[A
         )
         async with launched as client:
             yield client
-
-
-@contextlib.asynccontextmanager
-async def _channels(
-    targets: Sequence[str], count: int
-) -> AsyncIterator[list[tuple[str, grpc.aio.Channel]]]:
-    """So many to each of the targets, which take turns; each with its target."""
-    async with contextlib.AsyncExitStack() as opened:
-        channels = []
-        for target in [*targets] * count:
-            options = [*channel_options(target), _OWN_CONNECTION]
-            channel = grpc.aio.insecure_channel(target, options=options)
-            channels.append((target, await opened.enter_async_context(channel)))
-        yield channels

@@ -10,19 +10,19 @@ compiles what nobody has compiled yet in a process that may die of it.
 
 from __future__ import annotations
 
-import json
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from millstream.engine.grammars.errors import GrammarError, VocabularyError
-from millstream.engine.request import GrammarKind, GrammarSpec
+from millstream.engine.grammars.library_grammar import library_grammar, one_line
+from millstream.engine.request import GrammarSpec
 
 MaskRow = npt.NDArray[np.int32]  # [ceil(V/32)]: bit j of word i is the token id 32*i + j
 
@@ -32,8 +32,11 @@ _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _NOTHING_MATCHES = "NoExtension"  # how the library says that there is no way on
 _WORN_OUT = "lexer error"  # and that a lexer is at a limit, for good: the walk's, or all walks'
 _TOO_MUCH_AT_ONCE = "too many expressions"  # of one step
+# What a walk may take of the engine's loop, which all requests wait for: a mask of a usual grammar
+# takes 40 us, one of an ambiguous grammar more with each token, in the end tenths of a second.
+_ALLOWED_S, _ALLOWED_PER_TOKEN_S = 0.5, 0.004  # of processor time
+_SLOW_TOGETHER_S = 0.02  # hundreds of rows that are filled together take less
 _FEWEST_SHARING = 3  # walks that are worth a spare lexer: a trial, and those of two requests
-_MAX_MESSAGE_CHARS, _MAX_LINE = 400, 120
 
 
 def load_vocabulary(
@@ -47,7 +50,7 @@ def load_vocabulary(
     try:
         return LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=list(eos_token_ids))
     except ValueError as error:
-        raise VocabularyError(f"tokenizer.json: {_one_line(str(error))}") from error
+        raise VocabularyError(f"tokenizer.json: {one_line(str(error))}") from error
 
 
 class CompiledGrammar:
@@ -118,7 +121,7 @@ def compile_grammar(
     """Compiles and tries the first token. Releases the GIL for most of it; usually takes about a
     millisecond, may take seconds. `kept_bytes`: its size, from who has measured that. `on_wear` is
     called when a spare is wanted, and must not wait for it. Raises GrammarError."""
-    make = partial(LLMatcher, vocabulary, _library_grammar(spec), log_level=0, limits=_LIMITS)
+    make = partial(LLMatcher, vocabulary, library_grammar(spec), log_level=0, limits=_LIMITS)
     compiled = CompiledGrammar(make, vocabulary, kept_bytes, on_wear)
     _try_first_token(compiled)
     return compiled
@@ -128,6 +131,7 @@ def _try_first_token(compiled: CompiledGrammar) -> None:
     """Much that the library compiles (what nothing matches, what takes too many states) shows its
     error here."""
     state, row = compiled.start(), np.zeros(compiled.mask_words, dtype=np.int32)
+    state.left_s = math.inf  # whatever lexers keep is new here
     state.fill(row)
     word = int(np.flatnonzero(row)[0])
     state.accept(32 * word + int(np.flatnonzero(row[word] >> np.arange(32) & 1)[0]))
@@ -151,13 +155,15 @@ class GrammarState:
         self._mask_words = mask_words
         self._eos_token_ids = eos_token_ids
         self.is_done = False  # the text has ended: nothing follows
+        self.left_s = _ALLOWED_S
         self._accepted: list[int] = []
         self._filled: MaskRow | None = None  # ahead, by fill_ahead()
 
     def fill(self, row: MaskRow) -> None:
         """Overwrites the row with what may come next: EOS ids wherever the text may end, and they
         alone once it must. Never leaves it empty. Raises GrammarError where a limit of the library
-        is hit."""
+        is hit, and once the walk has taken too long."""
+        started_s = time.thread_time()
         if self._filled is not None:
             row[:] = self._filled
         else:
@@ -166,15 +172,39 @@ class GrammarState:
             self._compute(row)
         # After an error the library would allow EOS, as if the text were complete.
         _raise_error(self._matcher)
+        self._drop_early_ends(row)
         if not row.any():
             raise GrammarError("no token of the vocabulary can come next")
+        self._spend(started_s)
+        if self.left_s < 0:
+            allowed = f"{_ALLOWED_S:g} s and {_ALLOWED_PER_TOKEN_S * 1000:g} ms a token"
+            raise GrammarError(f"following it takes more than {allowed}")
+
+    def _spend(self, started_s: float) -> None:
+        self.left_s -= time.thread_time() - started_s
 
     def _compute(self, row: MaskRow) -> None:
         assert row.flags.c_contiguous, "the library writes to memory"
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
+    def _drop_early_ends(self, row: MaskRow) -> None:
+        """An EOS id that the grammar itself names ends the text, and so may come only where nothing
+        more must."""
+        words = row.view(np.uint32)
+        ends = [each for each in self._eos_token_ids if words[each // 32] >> (each % 32) & 1]
+        if not ends or self._matcher.is_accepting():
+            return
+        for each in ends:
+            after = self._matcher.deep_copy()
+            after.consume_token(each)
+            if not after.is_accepting():
+                words[each // 32] &= ~np.uint32(1 << each % 32)
+        if not row.any():
+            raise GrammarError(f"it needs the end-of-sequence id {ends[0]} in the midst")
+
     def accept(self, token_id: int) -> None:
         """Steps over a token. Raises GrammarError if fill() did not allow it."""
+        started_s = time.thread_time()
         self._filled = None
         taken = self._matcher.consume_token(token_id)
         if not taken and self._change_over():
@@ -184,6 +214,8 @@ class GrammarState:
             raise GrammarError(f"the grammar does not allow the token {token_id}")
         self._accepted.append(token_id)
         self.is_done = token_id in self._eos_token_ids
+        self._spend(started_s)
+        self.left_s += _ALLOWED_PER_TOKEN_S
 
     def _change_over(self) -> bool:
         """Goes on with another lexer where this one is at a limit that others may have led it to;
@@ -204,9 +236,15 @@ class ParallelFill:
 
     def __init__(self, num_threads: int) -> None:
         self._executor = LLExecutor(num_threads)
+        self._was_slow = False
 
     def fill_ahead(self, states: Sequence[GrammarState]) -> None:
-        """Has the next fill() of each state, at least one of one vocabulary, find its row."""
+        """Has the next fill() of each state, at least one of one vocabulary, find its row. Not the
+        next time after one that was slow: then each shows how much of that it takes."""
+        if self._was_slow:
+            self._was_slow = False
+            return
+        started_s = time.perf_counter()
         rows: MaskRow = np.empty((len(states), states[0]._mask_words), dtype=np.int32)
         matchers = [(state._matcher, index) for index, state in enumerate(states)]
         self._executor.unsafe_compute_mask_ptr(
@@ -214,6 +252,7 @@ class ParallelFill:
         )
         for state, row in zip(states, rows, strict=True):
             state._filled = row
+        self._was_slow = time.perf_counter() - started_s > _SLOW_TOGETHER_S
 
 
 def _raise_error(matcher: LLMatcher) -> None:
@@ -221,52 +260,4 @@ def _raise_error(matcher: LLMatcher) -> None:
         message = matcher.get_error()
         if message.startswith(_NOTHING_MATCHES):
             message = "no text of finite length follows it"
-        raise GrammarError(_one_line(message))
-
-
-def _library_grammar(spec: GrammarSpec) -> str:
-    match spec.kind:
-        case GrammarKind.JSON_SCHEMA:
-            return _json_grammar(spec.text)
-        case GrammarKind.JSON_OBJECT:
-            return _json_grammar('{"type": "object"}')
-        case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(spec.text)
-        case GrammarKind.CHOICE:
-            return LLMatcher.grammar_from_regex("|".join(map(_as_regex, json.loads(spec.text))))
-        case GrammarKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(_lark(spec.text))
-        case _:
-            assert_never(spec.kind)
-
-
-def _as_regex(text: str) -> str:
-    """A regex that matches this text alone."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def _json_grammar(schema: str) -> str:
-    try:
-        # A schema's own "x-guidance" may allow whitespace, but not that keywords are ignored.
-        return LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_flexible": False}, overrides={"lenient": False}
-        )
-    except ValueError as error:
-        raise GrammarError(_one_line(str(error))) from error
-
-
-def _lark(text: str) -> str:
-    """The grammar in Lark's notation; GBNF (llama.cpp's and vLLM's) is turned into it."""
-    try:
-        lark: str = any_to_lark(text)
-    except Exception as error:  # its parser raises whatever comes, RecursionError too
-        raise GrammarError(_one_line(str(error) or type(error).__name__)) from error
-    return lark
-
-
-def _one_line(message: str) -> str:
-    """The library's message without what it quotes of a long grammar, and without its carets."""
-    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
-    kept = (line for line in lines if line.strip("^ "))
-    text = " ".join(line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + "..." for line in kept)
-    return text[:_MAX_MESSAGE_CHARS]
+        raise GrammarError(one_line(message))

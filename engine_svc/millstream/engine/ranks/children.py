@@ -249,7 +249,7 @@ def create_runner(config: EngineConfig, model_dir: Path | None, on_lost: OnLost)
         model_dir=None if model_dir is None else str(model_dir),
         rank=0,
         store_port=listener.getsockname()[1],
-        log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
+        log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
     )
     processes = RankProcesses(start, files, on_lost)
     ring = RingWriter(files, on_wait=processes.check)

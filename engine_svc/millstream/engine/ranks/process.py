@@ -56,7 +56,7 @@ def main() -> None:
 
     start = msgspec.json.decode(line, type=RankStart)
     # Rank 0 says what all of them would.
-    level = start.log_level if start.log_level == "debug" else "error"
+    level = start.log_level if start.log_level in ("debug", "critical") else "error"
     configure_logging(level, process=f"rank{start.rank}")
     try:
         _serve(start, memory, waker, tell)
