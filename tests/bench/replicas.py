@@ -5,18 +5,20 @@
 The flagship workload through gRPC on one engine, and N times of it on N. Without a GPU engines have
 a runner that takes as long as one, --slower times over (paced_runner.py), so that the machine's
 cores are not what is measured; with --runner model each has a GPU of its own. One JSON line each.
+client_cpu_s: what the client's process took for the N times; on GPUs, too, it must be done within
+the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import time
 from collections.abc import Iterator
 
+from tests.bench.json_lines import report
 from tests.engine_processes import EngineProcess
 
 from millstream.client import Client
@@ -39,10 +41,16 @@ def main() -> None:
             tokens_per_s([target], Workload(num_requests=16), 1000)
         one = median(targets[:1], arguments.runs)
         for count in arguments.engines:
+            before_s = time.process_time()
             all_of_them = median(targets[:count], arguments.runs)
-            figures = {"one_tokens_per_s": round(one), "all_tokens_per_s": round(all_of_them)}
-            ratio = round(all_of_them / one, 3)
-            print(json.dumps({"engines": count, **figures, "ratio": ratio}), flush=True)
+            report(
+                "replicas",
+                engines=count,
+                one_tokens_per_s=round(one),
+                all_tokens_per_s=round(all_of_them),
+                ratio=all_of_them / one,
+                client_cpu_s=(time.process_time() - before_s) / arguments.runs,
+            )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -62,6 +63,43 @@ async def test_500_prompts_are_one_message(client: AsyncClient, services: FakeSe
     assert [o.token_ids[0] for o in outputs] == [i % 256 for i in range(500)]
     assert [len(m.submit) for m in services.engine.messages] == [500]
     assert services.tokenizer.messages == 0
+
+
+class WatchedPrompt(list[int]):
+    """Calls `seen` when it is looked through."""
+
+    seen: Callable[[], None]
+
+    def __iter__(self) -> Iterator[int]:
+        self.seen()
+        return super().__iter__()
+
+
+async def test_the_first_of_many_prompts_leave_while_the_others_are_checked(
+    client: AsyncClient, services: FakeServices
+) -> None:
+    options: dict[str, Any] = {"detokenize": False, "use_tqdm": False}
+    await client.generate([1], SamplingParams(max_tokens=1), **options)  # the stream is open
+    sent: list[int] = []
+    last = WatchedPrompt([1, 2])
+    last.seen = lambda: sent.append(sum(len(m.submit) for m in services.engine.messages))
+    params = SamplingParams(max_tokens=2)
+    await client.generate([[i % 256, 1] for i in range(5000)] + [last], params, **options)
+    assert 1 < sent[0] < 5001, "the first call's and some"
+    assert len(services.engine.messages) < 50, "many in each"
+
+
+async def test_a_call_that_is_cancelled_while_its_prompts_are_checked_ends_all(
+    client: AsyncClient, services: FakeServices
+) -> None:
+    params = SamplingParams(max_tokens=10_000, ignore_eos=True)
+    await client.generate([1], SamplingParams(max_tokens=1), detokenize=False)
+    last = WatchedPrompt([1, 2])
+    last.seen = lambda: call.cancel() and None
+    call = asyncio.create_task(client.generate([[1]] * 1000 + [last], params, detokenize=False))
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await settled(services)
 
 
 async def test_texts_are_encoded_in_bounded_batches(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -111,9 +111,12 @@ class AsyncClient:
         """
         jobs.check_options(options, RequestOptions)
         one = jobs.is_one_prompt(prompt) or not isinstance(prompt, Sequence)
-        batch = jobs.jobs_of(jobs.prompt_job, [prompt] if one else prompt, sampling_params, options)
+        prompts = [prompt] if one else prompt
         return await self._executor.run(
-            batch, one=one, return_exceptions=return_exceptions, use_tqdm=use_tqdm
+            jobs.jobs_of(jobs.prompt_job, prompts, sampling_params, options),
+            count=None if one else len(prompts),
+            return_exceptions=return_exceptions,
+            use_tqdm=use_tqdm,
         )
 
     async def chat(
@@ -131,11 +134,12 @@ class AsyncClient:
         `continue_final_message`, `plain_content`."""
         jobs.check_options(options, ChatOptions)
         one = jobs.is_one_chat(messages) or not isinstance(messages, Sequence)
-        batch = jobs.jobs_of(
-            jobs.chat_job, [messages] if one else messages, sampling_params, options
-        )
+        chats = [messages] if one else messages
         return await self._executor.run(
-            batch, one=one, return_exceptions=return_exceptions, use_tqdm=use_tqdm
+            jobs.jobs_of(jobs.chat_job, chats, sampling_params, options),
+            count=None if one else len(chats),
+            return_exceptions=return_exceptions,
+            use_tqdm=use_tqdm,
         )
 
     def stream(
@@ -161,7 +165,7 @@ class AsyncClient:
         jobs.check_options(options, ChatOptions)
         return self._stream(jobs.jobs_of(jobs.chat_job, [messages], sampling_params, options))
 
-    def _stream(self, batch: list[jobs.Job | MillstreamError]) -> Stream:
+    def _stream(self, batch: Iterator[jobs.Job | MillstreamError]) -> Stream:
         (job,) = batch
         if isinstance(job, MillstreamError):
             raise job

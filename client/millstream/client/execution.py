@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -42,29 +42,26 @@ class Executor:
 
     async def run(
         self,
-        batch: Sequence[Job | MillstreamError],
+        batch: Iterable[Job | MillstreamError],
         *,
-        one: bool,
+        count: int | None,
         return_exceptions: bool,
         use_tqdm: bool | None,
     ) -> Any:
-        """The outputs in order, or just the one. An exception in the batch keeps its place."""
-        if one and isinstance(batch[0], MillstreamError):
-            raise batch[0]  # before any call
+        """The outputs of so many jobs in order; None: just the output of the one. An exception in
+        the batch keeps its place."""
         self._services.check_open()
-        shows = (len(batch) > 1 and sys.stderr.isatty()) if use_tqdm is None else use_tqdm
-        outcomes: list[Outcome] = []
-        with _progress(len(batch), shows) as tick:
-            chunks = [self._run_chunk(batch[chunk], tick) for chunk in job_chunks(batch)]
-            for chunk_outcomes in await asyncio.gather(*chunks):
-                outcomes += chunk_outcomes
+        several = count is not None and count > 1
+        shows = (several and sys.stderr.isatty()) if use_tqdm is None else use_tqdm
+        with _progress(1 if count is None else count, shows) as tick:
+            outcomes = await self._run_chunks(job_chunks(batch), tick)
         for number, outcome in enumerate(outcomes):
             in_place = return_exceptions and isinstance(outcome, MillstreamError)
             if isinstance(outcome, BaseException) and not in_place:
-                if not one:
+                if count is not None:
                     outcome.add_note(f"prompt number {number}")
                 raise outcome
-        return outcomes[0] if one else outcomes
+        return outcomes[0] if count is None else outcomes
 
     async def start(self, job: Job) -> Samples:
         """Submits one job, to be followed piece by piece; to another engine if one went away or
@@ -99,6 +96,19 @@ class Executor:
                 return samples
 
     # ----
+
+    async def _run_chunks(
+        self, chunks: Iterable[Sequence[Job | MillstreamError]], tick: Callable[[], None]
+    ) -> list[Outcome]:
+        tasks: list[asyncio.Task[list[Outcome]]] = []
+        try:
+            for chunk in chunks:
+                tasks.append(asyncio.create_task(self._run_chunk(chunk, tick)))
+                await asyncio.sleep(0)  # it is on its way while the next is drawn
+            return list(itertools.chain.from_iterable(await asyncio.gather(*tasks)))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _run_chunk(
         self, chunk: Sequence[Job | MillstreamError], tick: Callable[[], None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, overload
 
@@ -134,23 +134,25 @@ def chat_job(
 
 
 def jobs_of(
-    make: Any,
-    items: Any,
+    make: Callable[..., Job],
+    items: Sequence[Any],
     params: SamplingParams | Sequence[SamplingParams] | None,
     options: RequestOptions,
-) -> list[Job | MillstreamError]:
-    """A job for each prompt or chat, or why there is none. `make` is prompt_job or chat_job."""
-    if not isinstance(items, Sequence):
-        items = [items]
+) -> Iterator[Job | MillstreamError]:
+    """A job for each prompt or chat, or why there is none, made when it is drawn; `make` is
+    prompt_job or chat_job. Raises InvalidArgument unless params are one for all or one for each."""
     all_params = _each("sampling_params", params, len(items), (SamplingParams, type(None)))
     ids = _each("request_id", options.get("request_id", ""), len(items), str)
-    jobs: list[Job | MillstreamError] = []
-    for item, one_params, request_id in zip(items, all_params, ids, strict=True):
+
+    def made(
+        item: Any, one_params: SamplingParams | None, request_id: str
+    ) -> Job | MillstreamError:
         try:
-            jobs.append(make(item, one_params, options, request_id))
+            return make(item, one_params, options, request_id)
         except MillstreamError as error:
-            jobs.append(error)
-    return jobs
+            return error
+
+    return map(made, list(items), all_params, ids)
 
 
 def check_options(options: Mapping[str, Any], known: type) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ class TokenizerCalls:
         """The token ids of any number of inputs."""
         self._services.check_open()
         call = functools.partial(self._services.encode, add_special_tokens=add_special_tokens)
-        return await self._in_calls(call, inputs, [len(one.text) for one in inputs])
+        return await self._in_calls(call, inputs, lambda one: len(one.text))
 
     async def decode(
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool
@@ -48,7 +48,7 @@ class TokenizerCalls:
         """The texts of any number of sequences."""
         self._services.check_open()
         call = functools.partial(self._services.decode, skip_special_tokens=skip_special_tokens)
-        return await self._in_calls(call, sequences, [len(one) for one in sequences])
+        return await self._in_calls(call, sequences, len)
 
     async def encode_jobs(
         self, chunk: Sequence[Job | MillstreamError]
@@ -89,19 +89,19 @@ class TokenizerCalls:
         self,
         call: Callable[[Sequence[Any]], Awaitable[Sequence[T]]],
         items: Sequence[Any],
-        sizes: Sequence[int],
+        size_of: Callable[[Any], int],
     ) -> list[T]:
-        async def one(chunk: slice) -> Sequence[T]:
+        async def one(chunk: Sequence[Any]) -> Sequence[T]:
             async with self._calls:
-                return await call(items[chunk])
+                return await call(chunk)
 
-        parts = await asyncio.gather(*map(one, _chunks(sizes)))
+        parts = await asyncio.gather(*map(one, _chunks(items, size_of)))
         return [item for part in parts for item in part]
 
 
-def job_chunks(batch: Sequence[Job | MillstreamError]) -> Iterator[slice]:
-    """Cuts a batch so that what is text in each part can be one call."""
-    return _chunks([_encode_size(item) for item in batch])
+def job_chunks(batch: Iterable[Job | MillstreamError]) -> Iterator[list[Job | MillstreamError]]:
+    """Cuts a batch so that what is text in each part can be one call; draws a part at a time."""
+    return _chunks(batch, _encode_size)
 
 
 def _with_bad_words(
@@ -125,14 +125,16 @@ def _encode_size(item: Job | MillstreamError) -> int:
     return item.source.ByteSize()
 
 
-def _chunks(sizes: Sequence[int]) -> Iterator[slice]:
-    """Cuts so that each chunk has few items of a size above 0, and little of it in all."""
-    start = count = total = 0
-    for i, size in enumerate(sizes):
-        if count and size and (count == _CALL_ITEMS or total + size > _CALL_SIZE):
-            yield slice(start, i)
-            start, count, total = i, 0, 0
-        count += size > 0
+def _chunks(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Cuts so that each chunk has few items, and little of their sizes in all."""
+    chunk: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if chunk and (len(chunk) == _CALL_ITEMS or total + size > _CALL_SIZE):
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(item)
         total += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))
+    if chunk:
+        yield chunk
