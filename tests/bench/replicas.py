@@ -1,6 +1,6 @@
 """One client of several engines: tokens per second of N against N times one engine's.
 
-    python -m tests.bench.replicas [--engines 4 8] [--slower 16] [--runner model]
+    python -m tests.bench.replicas [--engines 4 8] [--slower 4] [--runner model]
 
 The flagship workload through gRPC on one engine, and N times of it on N. Without a GPU engines have
 a runner that takes as long as one, --slower times over (paced_runner.py), so that the machine's
@@ -30,7 +30,7 @@ _PACED = "tests.bench.paced_runner:create"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--slower", type=float, default=16)
+    parser.add_argument("--slower", type=float, default=4)
     parser.add_argument("--runner", choices=["paced", "model"], default="paced")
     parser.add_argument("--runs", type=int, default=2)
     arguments = parser.parse_args()
@@ -82,6 +82,7 @@ def tokens_per_s(targets: list[str], workload: Workload, shift: int) -> float:
         params=[each for part in parts for each in part.params],
     )
     with Client(targets if len(targets) > 1 else targets[0], None) as client:
+        client.info()  # opens its streams, as earlier requests would have
         started_s = time.perf_counter()
         outputs = client.generate(
             requests.prompts, requests.params, detokenize=False, use_tqdm=False
