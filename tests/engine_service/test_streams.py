@@ -7,6 +7,7 @@ import math
 import random
 import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -24,7 +25,7 @@ from millstream.v1 import engine_pb2
 
 
 def accept(stream: Stream, handle: int) -> None:
-    stream.accept(engine_pb2.Accepted(handle=handle), None)
+    stream.accept(handle, None, partial(engine_pb2.Accepted, handle=handle))
 
 
 def reject(stream: Stream, handle: int) -> None:
@@ -172,10 +173,19 @@ async def test_many_accepted_requests_take_several_messages_and_precede_their_to
     stream = Stream(1)
     handles = list(range(40))
     sampling = engine_pb2.SamplingParams(stop_token_ids=[1] * (MAX_ACCEPTED_BYTES // 16))
+    made: list[int] = []
+
+    def accepted(handle: int) -> engine_pb2.Accepted:
+        made.append(handle)
+        return engine_pb2.Accepted(handle=handle, sampling=sampling)
+
     for handle in handles:
-        stream.accept(engine_pb2.Accepted(handle=handle, sampling=sampling), None)
+        stream.accept(handle, None, partial(accepted, handle))
+    assert not made, "row 32: of a client that never reads, gigabytes would wait"
     add_step(stream, handles, handles, finished(*handles), (), [(39, [scores(1)])])
-    messages = [await take(stream) for _ in range(3)]
+    messages = [await take(stream)]
+    assert made == handles[:16], "row 88: a large one takes 20 ms"
+    messages += [await take(stream) for _ in range(2)]
     assert [len(message.accepted) for message in messages] == [16, 16, 8]
     assert [len(message.prompt_logprobs) for message in messages] == [0, 0, 1]
     assert [len(message.output.handles) for message in messages] == [0, 0, len(handles)]
@@ -218,7 +228,7 @@ async def test_timers_end_with_their_requests() -> None:
     stream = Stream(1)
     timers = [loop.call_later(60, print) for _ in range(2)]
     for handle, timer in enumerate(timers):
-        stream.accept(engine_pb2.Accepted(handle=handle), timer)
+        stream.accept(handle, timer, partial(engine_pb2.Accepted, handle=handle))
     add_step(stream, [], [], finished(0))
     assert [timer.cancelled() for timer in timers] == [True, False]
     assert stream.close() == [1]

@@ -77,7 +77,7 @@ async def test_others_have_turns_while_a_long_list_is_taken() -> None:
 
 
 async def test_large_requests_are_taken_few_at_a_time() -> None:
-    """Row 88: what one costs grows with its ids, too: 64 with biases held all streams up for 2 s."""
+    """Row 88: its cost grows with its ids, too: 64 with biases held all streams up for 2 s."""
     count = 20
     service = NotingService()
     sampling = engine_pb2.SamplingParams(logit_bias=dict.fromkeys(range(30_000), 0.5))

@@ -106,7 +106,7 @@ class Stream:
         self._held: dict[int, Hold] = {}
         self._finished_unsent: set[int] = set()
         self._refused_unsent: set[int] = set()
-        self._accepted: deque[engine_pb2.Accepted] = deque()
+        self._accepted: deque[Callable[[], engine_pb2.Accepted]] = deque()
         self._rejected: list[engine_pb2.Rejected] = []
         self._prompt_logprobs: deque[tuple[int, LogprobColumns]] = deque()  # by handle, in pieces
         self._waiting: deque[_Waiting] = deque()
@@ -147,9 +147,15 @@ class Stream:
         self.client.num_live -= 1
         return self._held.pop(handle)
 
-    def accept(self, accepted: engine_pb2.Accepted, timer: asyncio.TimerHandle | None) -> None:
-        """A request is on its way to the core; its timer is cancelled when it ends."""
-        self._live[accepted.handle] = timer
+    def accept(
+        self,
+        handle: int,
+        timer: asyncio.TimerHandle | None,
+        accepted: Callable[[], engine_pb2.Accepted],
+    ) -> None:
+        """A request is on its way to the core; its timer is cancelled when it ends. `accepted` is
+        called when it can be sent: it is larger than what it is made of."""
+        self._live[handle] = timer
         self.client.num_live += 1
         self._accepted.append(accepted)
         self._wake.set()
@@ -234,7 +240,7 @@ class Stream:
         message = engine_pb2.GenerateResponse()
         size = 0
         while self._accepted and size < MAX_ACCEPTED_BYTES:
-            accepted = self._accepted.popleft()
+            accepted = self._accepted.popleft()()
             size += accepted.ByteSize()
             message.accepted.append(accepted)
         if self._accepted:

@@ -98,9 +98,10 @@ class Supervisor:
         return self._loaded.result()
 
     def submit(self, requests: list[Request]) -> None:
-        """Hands requests to the core; each ends with one FinishedRecord, unless the core fails."""
+        """Hands requests to the core, given the first sample of each; each sample ends with one
+        FinishedRecord, unless the core fails."""
         if requests:
-            self._num_live += len(requests)
+            self._num_live += sum(request.sampling.n for request in requests)
             self._send(Submit(requests))
 
     def finish(self, keys: Sequence[int], reason: FinishReason) -> None:

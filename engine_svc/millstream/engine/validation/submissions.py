@@ -6,12 +6,10 @@ never out of range. Errors name the bad field by its proto path ("sampling.top_p
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.request import Request
+from millstream.engine.request import Request, samples_of
 from millstream.engine.validation.checks import check_vocabulary, invalid
-from millstream.engine.validation.sampling import check_scalars, resolve_sampling, resolved_sampling
+from millstream.engine.validation.sampling import check_scalars, resolve_sampling
 from millstream.rpc.errors import InvalidArgument, PromptTooLong
 from millstream.v1 import engine_pb2
 
@@ -37,7 +35,7 @@ def to_requests(
     Raises InvalidArgument (a bad value), Unsupported (a field the engine does not do yet),
     PromptTooLong (no room for output within max_model_len) or NeverFits (larger than the KV pool).
     """
-    num_samples = check_samples(submission)
+    check_samples(submission)
     if submission.HasField("timeout_ms") and submission.timeout_ms == 0:
         raise invalid("timeout_ms", "at least 1", 0)
     for field in ("request_id", "cache_salt"):
@@ -62,7 +60,7 @@ def to_requests(
         priority=submission.priority,
         client=client,
     )
-    return [first, *(_sample(first, index) for index in range(1, num_samples))]
+    return samples_of(first)
 
 
 def check_samples(submission: engine_pb2.Submission) -> int:
@@ -75,18 +73,6 @@ def check_samples(submission: engine_pb2.Submission) -> int:
         wanted = f"{sampling.n} samples take consecutive handles below 2**32"
         raise invalid("handle", wanted, submission.handle)
     return sampling.n
-
-
-def _sample(first: Request, index: int) -> Request:
-    """Another sample of the same prompt. The prompt's log probabilities come with the first."""
-    seed = (first.sampling.seed + index) % (1 << 64)
-    sampling = replace(first.sampling, seed=seed, prompt_logprobs=None)
-    return replace(first, key=first.key + index, sampling=sampling)
-
-
-def resolved_proto(request: Request) -> engine_pb2.SamplingParams:
-    """The request's parameters with every default filled in, as Accepted tells them."""
-    return resolved_sampling(request.sampling)
 
 
 def _check_prompt(token_ids: list[int], info: RunnerInfo) -> None:
