@@ -253,7 +253,9 @@ Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """Opens, feeds and closes sequences; handled in the order of the fields."""
+    """Opens, feeds and closes sequences; handled in the order of the fields. A message of which more
+    than 65536 sequences fail ends the stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -19,6 +19,10 @@ from millstream.v1 import engine_pb2, tokenizer_pb2
 
 logger = logging.getLogger(__name__)
 
+# Of the sequences that one message names, as many may fail: what is said of each is longer than
+# what names it.
+MAX_FAILED = 1 << 16
+
 
 class DetokenizeSession:
     """One stream's sequences by handle. One call of `answer` at a time; it may be on any thread.
@@ -36,7 +40,8 @@ class DetokenizeSession:
         return len(self._sequences)
 
     def answer(self, request: tokenizer_pb2.DetokenizeRequest) -> tokenizer_pb2.DetokenizeResponse:
-        """Does what a message asks. Raises InvalidArgument if its arrays do not fit together."""
+        """Does what a message asks. Raises InvalidArgument if its arrays do not fit together, or
+        more than MAX_FAILED sequences fail."""
         answer = _Answer()
         for opening in request.open:
             self._open(opening, answer)
@@ -143,6 +148,8 @@ class _Answer:
         )
 
     def fail(self, handle: int, error: Exception) -> None:
+        if len(self.failed) == MAX_FAILED:
+            raise InvalidArgument(f"more than {MAX_FAILED} sequences fail in one message")
         self._ended.add(handle)
         self.failed.append(tokenizer_pb2.DetokenizeFailed(handle=handle, status=to_status(error)))
 
