@@ -96,10 +96,11 @@ async def test_samples_travel_as_one_request() -> None:
         (record,) = sent
         assert len(framed(record)) < 2 * len(framed(Submit([first])))
         assert core.supervisor.num_live == 128
+        assert core.supervisor.num_ids == 128 * first.num_ids
         send(record)
         await core.until_finished(*range(5, 133))
         assert all(core.tokens[key] == tokens_after(10, 2) for key in range(5, 133))
-        assert core.supervisor.num_live == 0
+        assert core.supervisor.num_live == core.supervisor.num_ids == 0
 
 
 async def test_finish_is_obeyed_and_unknown_keys_are_ignored() -> None:

@@ -103,6 +103,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     priority: int = 0  # smaller is served first
     client: int = 0  # whose it is: clients share the engine fairly
 
+    @property
+    def num_ids(self) -> int:
+        """Token ids that it holds; what else is large counts for as many as take its memory."""
+        sampling = self.sampling
+        grammar = 0 if sampling.grammar is None else len(sampling.grammar.text) // 8
+        return (
+            len(self.token_ids)
+            + len(sampling.stop_token_ids)
+            + 3 * len(sampling.logit_bias)
+            + len(sampling.allowed_token_ids)
+            + sum(map(len, sampling.bad_words))
+            + grammar
+        )
+
 
 def samples_of(first: Request) -> list[Request]:
     """A request for each sample of the prompt, with consecutive keys and seeds, that share all that

@@ -610,7 +610,8 @@ class EngineLimits(_message.Message):
     max_queued_requests: _builtins.int
     """Most requests waiting (each sample counts) before new ones are refused with RESOURCE_EXHAUSTED
     and a RetryInfo, which tells when a place is expected to be free. A client that has no request
-    in the engine gets in beyond that, up to an eighth more.
+    in the engine gets in beyond that, up to an eighth more. So it is when the requests that run and
+    wait hold more than 2**26 token ids together: of prompts, biases and other lists.
     """
     block_size: _builtins.int
     """Tokens per KV block."""

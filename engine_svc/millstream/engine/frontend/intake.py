@@ -48,10 +48,10 @@ class Intake:
         """Accepts or refuses each, or puts it on hold; those accepted go to the core as one record.
         `unavailable`: why the engine takes none, if it does not."""
         firsts: list[Request] = []
-        num_new = 0
+        num_new = num_new_ids = 0
         for submission in submissions:
             try:
-                samples = self._admit(stream, submission, num_new, unavailable)
+                samples = self._admit(stream, submission, num_new, num_new_ids, unavailable)
             except Exception as error:
                 self._refuse(stream, submission.handle, error)
                 continue
@@ -65,6 +65,7 @@ class Intake:
                 continue
             firsts.append(samples[0])
             num_new += len(samples)
+            num_new_ids += len(samples) * samples[0].num_ids
             for sample, timer in zip(samples, timers, strict=True):
                 self._accept(stream, sample, timer)
         self._core.submit(firsts)
@@ -104,6 +105,7 @@ class Intake:
         stream: Stream,
         submission: engine_pb2.Submission,
         num_new: int,
+        num_new_ids: int,
         unavailable: str | None,
     ) -> list[Request]:
         """The submission's samples. Raises the MillstreamError that refuses it."""
@@ -111,7 +113,8 @@ class Intake:
             raise EngineUnavailable(unavailable)
         assert self.admission is not None
         num_live = self._core.num_live + self._preparations.num_held + num_new
-        return self.admission.admit(stream, submission, num_live)
+        num_ids = self._core.num_ids + self._preparations.num_ids_held + num_new_ids
+        return self.admission.admit(stream, submission, num_live, num_ids)
 
     def _deadline_timer(
         self, stream: Stream, submission: engine_pb2.Submission, sample: Request
