@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Request, samples_of
-from millstream.engine.validation.checks import check_vocabulary, invalid
-from millstream.engine.validation.sampling import check_scalars, resolve_sampling
-from millstream.rpc.errors import InvalidArgument, PromptTooLong
+from millstream.engine.validation.checks import check_prompt_length, check_vocabulary, invalid
+from millstream.engine.validation.sampling import check_lengths, check_scalars, resolve_sampling
+from millstream.rpc.errors import InvalidArgument
 from millstream.v1 import engine_pb2
 
 MAX_NAME_LENGTH = 1024  # of request_id and cache_salt, in characters
@@ -43,8 +43,10 @@ def to_requests(
         if length > MAX_NAME_LENGTH:
             raise invalid(field, f"at most {MAX_NAME_LENGTH} characters", length)
     if token_ids is None:
+        check_prompt_length(len(submission.token_ids), info.max_model_len)  # before it is copied
         token_ids = submission.token_ids[:]  # list() takes a third longer
     _check_prompt(token_ids, info)
+    check_lengths(submission.sampling, info)
     params = engine_pb2.SamplingParams()
     params.MergeFrom(defaults)
     params.MergeFrom(submission.sampling)  # a field that is set here wins
@@ -78,10 +80,5 @@ def check_samples(submission: engine_pb2.Submission) -> int:
 def _check_prompt(token_ids: list[int], info: RunnerInfo) -> None:
     if not token_ids:
         raise InvalidArgument("token_ids: at least one id, not an empty prompt", field="token_ids")
-    if len(token_ids) >= info.max_model_len:
-        raise PromptTooLong(
-            f"token_ids: {len(token_ids)} ids leave no room for output: prompt and output together "
-            f"have at most {info.max_model_len} tokens (max_model_len)",
-            field="token_ids",
-        )
+    check_prompt_length(len(token_ids), info.max_model_len)
     check_vocabulary("token_ids", token_ids, info)
