@@ -17,6 +17,7 @@ from millstream.engine.frontend.streams import (
     MAX_ACCEPTED_BYTES,
     MAX_ENDED_UNSENT,
     MAX_VALUES_PER_MESSAGE,
+    Hold,
     Stream,
 )
 from millstream.engine.plan import TokenLogprobs
@@ -243,9 +244,13 @@ async def test_a_client_has_nothing_live_once_its_streams_are_closed() -> None:
         accept(stream, handle)
     accept(other, 0)
     add_step(stream, [], [], finished(2))
-    assert client.num_live == 3
+    task = asyncio.create_task(asyncio.sleep(60))
+    stream.hold(9, Hold(task=task, timer=None, give_up=lambda error: None))
+    assert client.num_live == 4
     stream.close()
     assert client.num_live == 1
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_ends_with_ok_once_everything_is_sent() -> None:
