@@ -148,6 +148,28 @@ def test_an_unknown_handle(session: DetokenizeSession) -> None:
 
 
 @pytest.mark.parametrize(
+    ("limit", "most", "stop"), [("MAX_OPEN", 3, []), ("MAX_OPEN_STOP_CHARS", 12, ["ab", "cd"])]
+)
+def test_what_is_open_is_bounded(
+    session: DetokenizeSession,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    most: int,
+    stop: list[str],
+) -> None:
+    """One message of 60 MB opened as many sequences as memory has room for, and died of it."""
+    monkeypatch.setattr(f"millstream.tokenizer.session.{limit}", most)
+    assert not session.answer(opening(1, 2, 3, stop=stop)).failed
+    assert failures(session.answer(opening(4, stop=stop))) == [(4, "QUEUE_FULL")]
+    session.answer(tokens([(1, [9999])]))  # fails
+    session.answer(DetokenizeRequest(close=[2]))
+    session.answer(tokens([(3, byte_ids("xab"))]))  # stops, if it has stop strings
+    session.answer(DetokenizeRequest(close=[3] * (not stop)))
+    assert not session.answer(opening(4, 5, 6, stop=stop)).failed
+    assert failures(session.answer(opening(7, stop=stop))) == [(7, "QUEUE_FULL")]
+
+
+@pytest.mark.parametrize(
     "request_of",
     [
         lambda handles: DetokenizeRequest(close=handles),
