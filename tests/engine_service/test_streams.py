@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+from google.rpc import status_pb2
 
 from millstream.engine.frontend.clients import Client
 from millstream.engine.frontend.step_parts import StepPart
@@ -206,6 +207,26 @@ async def test_a_handle_is_in_use_until_its_end_is_taken() -> None:
     await take(stream)
     assert not stream.in_use(1)
     assert not stream.in_use(2)
+
+
+async def test_many_refusals_take_several_messages() -> None:
+    """4608 with long texts were 10 MB, beyond what clients take by default: 4 MiB. A handle is in
+    use until all that is said of it is sent."""
+    stream = Stream(1)
+    status = status_pb2.Status(message="x" * 1000)
+    handles = [*range(MAX_ENDED_UNSENT), 0]  # the first one twice
+    for handle in handles:
+        stream.reject(engine_pb2.Rejected(handle=handle, status=status))
+    accept(stream, 5000)
+    add_step(stream, [5000], [7], finished(5000))
+    told: list[int] = []
+    while len(told) < len(handles):
+        message = await take(stream)
+        assert message.ByteSize() < 1.1 * MAX_ACCEPTED_BYTES
+        told += [rejected.handle for rejected in message.rejected]
+        assert stream.in_use(0) == (len(told) < len(handles))
+        assert bool(message.finished) == (len(told) == len(handles))
+    assert told == handles
 
 
 async def test_refusing_a_duplicate_does_not_free_the_handle() -> None:

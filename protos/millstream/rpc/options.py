@@ -5,6 +5,8 @@ from __future__ import annotations
 # A prompt of a million ids is about 3 MB, a megabyte of text encodes in less: 64 MiB is far beyond
 # any context there is, and still a bound. Both services and the client default to it.
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# gRPC's own default: what the engine sends is below it, whatever it merges for a reader that lags.
+LEAST_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024
 MAX_PENDING_CALLS = 16384  # that have come and no method has begun to answer
 LOOKAHEAD_BYTES = 256 * 1024
