@@ -26,6 +26,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.break_after_messages: int | None = None  # then the stream ends UNAVAILABLE
         self.ends_with: MillstreamError | None = None  # after an answer
         self.hold = False  # Encode and Decode do not answer
+        self.encode_error: MillstreamError | None = None
         self.deaf = False  # Detokenize does not
         self.encode_calls = 0
         self.encoded: list[str] = []
@@ -44,6 +45,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.EncodeResponse:
         self.encode_calls += 1
         await self._held()
+        if self.encode_error is not None:
+            await abort(context, self.encode_error)
         response = tokenizer_pb2.EncodeResponse()
         for one in request.inputs:
             text = one.text

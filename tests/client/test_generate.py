@@ -14,10 +14,12 @@ from tests.fake_tokens import EOS
 from millstream.client import AsyncClient, FinishReason, Health, SamplingParams
 from millstream.rpc.errors import (
     DeadlineExceeded,
+    EngineFault,
     EngineUnavailable,
     FingerprintMismatch,
     InvalidArgument,
     MessageTooLarge,
+    MillstreamError,
     QueueFull,
 )
 from millstream.rpc.health import Health as ServerHealth
@@ -40,6 +42,17 @@ async def test_a_text_gives_an_output_with_everything(client: AsyncClient) -> No
     assert output.request_id == "mine"
     assert output.seed == 7
     assert output.to_dict() == {"text": "hello", "token_ids": [*b"hello", EOS]}
+
+
+@pytest.mark.parametrize("kind", [EngineUnavailable, DeadlineExceeded, EngineFault])
+async def test_a_fault_of_the_tokenizer_is_no_reason_to_ask_for_each_text_alone(
+    client: AsyncClient, services: FakeServices, kind: type[MillstreamError]
+) -> None:
+    """A batch that took too long would take as long again for each of its texts."""
+    services.tokenizer.encode_error = kind("not now")
+    outputs = await client.generate(["a text"] * 20, return_exceptions=True)
+    assert [type(output) for output in outputs] == [kind] * 20
+    assert services.tokenizer.encode_calls == 1
 
 
 async def test_a_list_gives_a_list_in_order(client: AsyncClient) -> None:

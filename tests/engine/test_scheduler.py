@@ -288,6 +288,17 @@ def test_a_full_pool_preempts_the_last_admitted(in_flight: int) -> None:
     assert list(engine.finished) == [0, 1, 2]
 
 
+def test_a_newcomer_waits_for_room_to_grow_in(in_flight: int) -> None:
+    """It would fill a large pool to the last block, and be preempted by its own second token."""
+    info = toy_info(
+        num_blocks=200, max_model_len=801, max_num_batched_tokens=1024, max_in_flight=in_flight
+    )
+    engine = Engine(info)
+    small, large = toy_request(1, [5] * 4, max_tokens=5), toy_request(2, [7] * 792, max_tokens=3)
+    assert engine.run(small, large) == [reference(each, info)[0] for each in (small, large)]
+    assert engine.finished[2].preemptions == 0
+
+
 def test_batch_invariance_preempts_nobody_and_shares_prompts_alone(in_flight: int) -> None:
     """A sequence waits until all that it and the running ones may need is free; what decoding wrote
     is not found by a prompt that goes on from it."""

@@ -323,6 +323,20 @@ def test_the_scheduler_ends_a_row_with_a_problem_and_drops_its_token() -> None:
     scheduler.check_invariants()
 
 
+def test_the_problem_of_a_row_that_was_cancelled_meanwhile_is_nobodys() -> None:
+    scheduler = Scheduler(toy_info(max_in_flight=2), True)
+    scheduler.add(toy_request(1, [5, 6, 7]), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert scheduler.finish(1, FinishReason.CANCELLED, 0.5) is not None
+    scheduler.add(toy_request(1, [8]), 0.6)  # the key lives again
+    result = StepResult(step=plan.step, token_ids=[5], problems={0: "oh no"})
+    record = scheduler.apply(result, 1.0)
+    assert not record.keys and not record.finished
+    scheduler.check_invariants()
+    assert scheduler.num_waiting == 1
+
+
 def test_the_scheduler_takes_an_end_before_min_tokens_only_with_a_grammar() -> None:
     info = toy_info(eos_token_ids=(3,))
     grammar = GrammarSpec(kind=GrammarKind.REGEX, text="a")

@@ -49,6 +49,7 @@ def test_help_tells_every_flag() -> None:
         (["--port", "http"], "--port"),
         (["--drain-timeout-s", "-1"], "--drain-timeout-s"),
         (["--step-timeout-s", "0"], "--step-timeout-s"),
+        (["--max-message-bytes", "65536"], "--max-message-bytes"),  # less than what it sends
         (["--max-queued-requests", "-1"], "--max-queued-requests"),
     ],
 )

@@ -31,7 +31,7 @@ async def test_row_24_a_prompt_beyond_grpcs_default_limit() -> None:
 
 
 async def test_row_24_too_large_is_a_clear_error() -> None:
-    with engine("--max-message-bytes", str(2**20)) as server, engine() as default:
+    with engine("--max-message-bytes", str(2**22)) as server, engine() as default:
         for target in (server.target, default.target):
             async with connect(target, max_message_bytes=2**30) as stub:
                 stream = Stream(stub)

@@ -7,8 +7,10 @@ import math
 import random
 import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
+from google.rpc import status_pb2
 
 from millstream.engine.frontend.clients import Client
 from millstream.engine.frontend.step_parts import StepPart
@@ -16,6 +18,7 @@ from millstream.engine.frontend.streams import (
     MAX_ACCEPTED_BYTES,
     MAX_ENDED_UNSENT,
     MAX_VALUES_PER_MESSAGE,
+    Hold,
     Stream,
 )
 from millstream.engine.plan import TokenLogprobs
@@ -24,7 +27,7 @@ from millstream.v1 import engine_pb2
 
 
 def accept(stream: Stream, handle: int) -> None:
-    stream.accept(engine_pb2.Accepted(handle=handle), None)
+    stream.accept(handle, None, partial(engine_pb2.Accepted, handle=handle))
 
 
 def reject(stream: Stream, handle: int) -> None:
@@ -172,10 +175,19 @@ async def test_many_accepted_requests_take_several_messages_and_precede_their_to
     stream = Stream(1)
     handles = list(range(40))
     sampling = engine_pb2.SamplingParams(stop_token_ids=[1] * (MAX_ACCEPTED_BYTES // 16))
+    made: list[int] = []
+
+    def accepted(handle: int) -> engine_pb2.Accepted:
+        made.append(handle)
+        return engine_pb2.Accepted(handle=handle, sampling=sampling)
+
     for handle in handles:
-        stream.accept(engine_pb2.Accepted(handle=handle, sampling=sampling), None)
+        stream.accept(handle, None, partial(accepted, handle))
+    assert not made, "row 32: of a client that never reads, gigabytes would wait"
     add_step(stream, handles, handles, finished(*handles), (), [(39, [scores(1)])])
-    messages = [await take(stream) for _ in range(3)]
+    messages = [await take(stream)]
+    assert made == handles[:16], "row 88: a large one takes 20 ms"
+    messages += [await take(stream) for _ in range(2)]
     assert [len(message.accepted) for message in messages] == [16, 16, 8]
     assert [len(message.prompt_logprobs) for message in messages] == [0, 0, 1]
     assert [len(message.output.handles) for message in messages] == [0, 0, len(handles)]
@@ -195,6 +207,26 @@ async def test_a_handle_is_in_use_until_its_end_is_taken() -> None:
     await take(stream)
     assert not stream.in_use(1)
     assert not stream.in_use(2)
+
+
+async def test_many_refusals_take_several_messages() -> None:
+    """4608 with long texts were 10 MB, beyond what clients take by default: 4 MiB. A handle is in
+    use until all that is said of it is sent."""
+    stream = Stream(1)
+    status = status_pb2.Status(message="x" * 1000)
+    handles = [*range(MAX_ENDED_UNSENT), 0]  # the first one twice
+    for handle in handles:
+        stream.reject(engine_pb2.Rejected(handle=handle, status=status))
+    accept(stream, 5000)
+    add_step(stream, [5000], [7], finished(5000))
+    told: list[int] = []
+    while len(told) < len(handles):
+        message = await take(stream)
+        assert message.ByteSize() < 1.1 * MAX_ACCEPTED_BYTES
+        told += [rejected.handle for rejected in message.rejected]
+        assert stream.in_use(0) == (len(told) < len(handles))
+        assert bool(message.finished) == (len(told) == len(handles))
+    assert told == handles
 
 
 async def test_refusing_a_duplicate_does_not_free_the_handle() -> None:
@@ -218,7 +250,7 @@ async def test_timers_end_with_their_requests() -> None:
     stream = Stream(1)
     timers = [loop.call_later(60, print) for _ in range(2)]
     for handle, timer in enumerate(timers):
-        stream.accept(engine_pb2.Accepted(handle=handle), timer)
+        stream.accept(handle, timer, partial(engine_pb2.Accepted, handle=handle))
     add_step(stream, [], [], finished(0))
     assert [timer.cancelled() for timer in timers] == [True, False]
     assert stream.close() == [1]
@@ -233,9 +265,13 @@ async def test_a_client_has_nothing_live_once_its_streams_are_closed() -> None:
         accept(stream, handle)
     accept(other, 0)
     add_step(stream, [], [], finished(2))
-    assert client.num_live == 3
+    task = asyncio.create_task(asyncio.sleep(60))
+    stream.hold(9, Hold(task=task, timer=None, give_up=lambda error: None))
+    assert client.num_live == 4
     stream.close()
     assert client.num_live == 1
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_ends_with_ok_once_everything_is_sent() -> None:

@@ -15,9 +15,10 @@ import pytest
 from tests.engine_processes import eventually, gone
 from tests.fake_runners import DIE_ID, HANG_ID, tokens_after
 
+from millstream.engine.channel import framed
 from millstream.engine.config import EngineConfig
 from millstream.engine.frontend.supervisor import Supervisor
-from millstream.engine.records import FinishedRecord, StepRecord
+from millstream.engine.records import FinishedRecord, StepRecord, Submit, ToCore
 from millstream.engine.request import FinishReason, Request, Sampling
 from millstream.engine.startup.spawn import spawn_core
 from millstream.rpc.errors import EngineUnavailable
@@ -79,6 +80,27 @@ async def test_row_89_starts_after_grpc_has_threads() -> None:
             assert core.tokens == {1: tokens_after(10, 5), 2: tokens_after(20, 5)}
             assert core.supervisor.num_live == 0
             assert (await core.supervisor.stats()).requests_finished == 2
+
+
+async def test_samples_travel_as_one_request() -> None:
+    """128 samples with a large bias took a record of 100 MB, and the core a second to read it."""
+    bias = tuple((token_id, 0.5) for token_id in range(900))
+    sampling = Sampling(max_tokens=2, n=128, seed=2**64 - 1, logit_bias=bias)
+    first = Request(key=5, token_ids=[10], sampling=sampling)
+    async with started("echo") as core:
+        sent: list[ToCore] = []
+        channel = core.supervisor._channel
+        assert channel is not None
+        send, channel.send = channel.send, sent.append  # type: ignore[method-assign]
+        core.supervisor.submit([first])
+        (record,) = sent
+        assert len(framed(record)) < 2 * len(framed(Submit([first])))
+        assert core.supervisor.num_live == 128
+        assert core.supervisor.num_ids == 128 * first.num_ids
+        send(record)
+        await core.until_finished(*range(5, 133))
+        assert all(core.tokens[key] == tokens_after(10, 2) for key in range(5, 133))
+        assert core.supervisor.num_live == core.supervisor.num_ids == 0
 
 
 async def test_finish_is_obeyed_and_unknown_keys_are_ignored() -> None:

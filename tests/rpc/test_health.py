@@ -42,6 +42,15 @@ async def test_check(served: tuple[Health, health_pb2_grpc.HealthStub]) -> None:
     assert failure.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_long_name_is_cut(served: tuple[Health, health_pb2_grpc.HealthStub]) -> None:
+    """gRPC takes 8 KiB of metadata: the caller heard RESOURCE_EXHAUSTED, of the metadata."""
+    _, stub = served
+    for name in ("x" * 10_000, "\N{SNOWMAN}" * 10_000):
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.Check(request(name))
+        assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_watchers_are_independent(
     served: tuple[Health, health_pb2_grpc.HealthStub],
 ) -> None:

@@ -114,3 +114,23 @@ def test_addresses_are_targets() -> None:
     assert address("127.0.0.1", 5) == "127.0.0.1:5"
     assert address("::1", 5) == "[::1]:5"
     assert is_local(address("::1", 5))
+
+
+async def test_row_82_thousands_of_calls_at_once_are_all_answered() -> None:
+    """gRPC's default server resets calls at random while more than 1000 wait to be looked at: a
+    client hears CANCELLED, or INTERNAL."""
+
+    async def num_lost(options: Options) -> int:
+        server = grpc.aio.server(options=options)
+        health_pb2_grpc.add_HealthServicer_to_server(Health(()), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            calls = [check(health_pb2.HealthCheckRequest()) for _ in range(4000)]
+            codes = [await call.code() for call in calls]
+        await server.stop(0)
+        return sum(code is not grpc.StatusCode.OK for code in codes)
+
+    assert await num_lost(server_options()) == 0
+    assert await num_lost([]) > 0, "gRPC does not do so any more"

@@ -260,6 +260,23 @@ async def test_row_24_large_messages_pass_up_to_an_explicit_limit(start: Start) 
     assert await small.encode("a") == [byte_ids("a")]
 
 
+async def test_row_24_an_answer_that_is_too_large_is_a_clear_error(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A control token of one byte is ten characters long: the log had it as two errors."""
+    running = await start(max_message_bytes=1 << 20)
+    call = running.stub.Detokenize()
+    opening = DetokenizeOpen(handle=1, skip_special_tokens=False)
+    await ask(call, DetokenizeRequest(open=[opening]))
+    ids = [IM_END_ID] * 120_000
+    await call.write(
+        DetokenizeRequest(tokens=StepOutput(handles=[1], token_ids=ids, counts=[len(ids)]))
+    )
+    error = await failure(call.read())
+    assert isinstance(error, MessageTooLarge) and str(1 << 20) in error.message
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 class SlowCodec:
     """Takes `batch_s` for each chunk of texts, in a thread, and counts them."""
 

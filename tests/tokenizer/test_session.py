@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from tests.tiny_tokenizers import IM_END_ID, byte_ids, make_byte_tokenizer
 
 from millstream.rpc.errors import InvalidArgument, from_status
 from millstream.tokenizer.codec import Codec
-from millstream.tokenizer.session import DetokenizeSession
+from millstream.tokenizer.session import MAX_FAILED, DetokenizeSession
 from millstream.v1.engine_pb2 import StepOutput
 from millstream.v1.tokenizer_pb2 import (
     DetokenizeOpen,
@@ -145,6 +145,48 @@ def test_an_unknown_handle(session: DetokenizeSession) -> None:
         (9, "UNKNOWN_HANDLE"),
         (5, "UNKNOWN_HANDLE"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "stop"), [("MAX_OPEN", 3, []), ("MAX_OPEN_STOP_CHARS", 12, ["ab", "cd"])]
+)
+def test_what_is_open_is_bounded(
+    session: DetokenizeSession,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    most: int,
+    stop: list[str],
+) -> None:
+    """One message of 60 MB opened as many sequences as memory has room for, and died of it."""
+    monkeypatch.setattr(f"millstream.tokenizer.session.{limit}", most)
+    assert not session.answer(opening(1, 2, 3, stop=stop)).failed
+    assert failures(session.answer(opening(4, stop=stop))) == [(4, "QUEUE_FULL")]
+    session.answer(tokens([(1, [9999])]))  # fails
+    session.answer(DetokenizeRequest(close=[2]))
+    session.answer(tokens([(3, byte_ids("xab"))]))  # stops, if it has stop strings
+    session.answer(DetokenizeRequest(close=[3] * (not stop)))
+    assert not session.answer(opening(4, 5, 6, stop=stop)).failed
+    assert failures(session.answer(opening(7, stop=stop))) == [(7, "QUEUE_FULL")]
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda handles: DetokenizeRequest(close=handles),
+        lambda handles: tokens([(handle, [1]) for handle in handles]),
+        lambda handles: DetokenizeRequest(open=[DetokenizeOpen(handle=5)] * len(handles)),
+    ],
+    ids=["close", "tokens", "open"],
+)
+def test_failures_are_not_told_without_end(
+    session: DetokenizeSession, request_of: Callable[[Sequence[int]], DetokenizeRequest]
+) -> None:
+    """A million handles of 3 bytes, none of them open, became an answer of 212 MB."""
+    session.answer(DetokenizeRequest(open=[DetokenizeOpen(handle=5)]))
+    few, many = range(10, 10 + MAX_FAILED), range(10, 11 + MAX_FAILED)
+    assert len(session.answer(request_of(few)).failed) == MAX_FAILED
+    with pytest.raises(InvalidArgument, match=f"more than {MAX_FAILED} sequences fail"):
+        session.answer(request_of(many))
 
 
 @pytest.mark.parametrize(

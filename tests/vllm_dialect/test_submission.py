@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
+from tests.refusals import refusal_at_no_cost
 
 from millstream.engine.vllm_dialect.submission import in_vllm_terms, to_submission
 from millstream.rpc import errors
@@ -190,3 +192,25 @@ def test_errors_name_the_fields_of_the_request() -> None:
     assert (error.message, error.field) == ("tokenized.input_ids: no", "tokenized.input_ids")
     error = errors.QueueFull("wait", retry_after_s=1.0)
     assert in_vllm_terms(error) is error
+
+
+@pytest.mark.parametrize("truncate", [None, 2**31 - 1])
+def test_row_88_a_prompt_that_is_too_long_is_not_copied(truncate: int | None) -> None:
+    """One of 30 million ids held all streams up for 14 s."""
+    request = request_of(truncate_prompt_tokens=truncate)
+    request.tokenized.input_ids[:] = [1000] * 300_000
+    refuse = partial(to_submission, request, max_model_len=MAX_MODEL_LEN)
+    error = refusal_at_no_cost(refuse)
+    assert isinstance(error, errors.PromptTooLong) and "300000 ids" in error.message
+
+
+@pytest.mark.parametrize("field", ["stop", "logit_bias"])
+def test_row_88_long_lists_are_refused_by_their_length(field: str) -> None:
+    values: dict[str, Any] = {
+        "stop": ["a"] * 300_000,
+        "logit_bias": dict.fromkeys(range(2**20 + 1), 1.0),
+    }
+    request = request_of(**{field: values[field]})
+    error = refusal_at_no_cost(partial(to_submission, request, max_model_len=MAX_MODEL_LEN))
+    assert isinstance(error, errors.InvalidArgument)
+    assert error.field == f"sampling_params.{field}" and str(len(values[field])) in error.message

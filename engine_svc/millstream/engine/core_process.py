@@ -48,7 +48,7 @@ from millstream.engine.records import (
     UnwatchBlocks,
     WatchBlocks,
 )
-from millstream.engine.request import FinishReason
+from millstream.engine.request import FinishReason, samples_of
 from millstream.engine.startup.child_process import CLEAR_ERRORS, explain, named, outlive_nobody
 from millstream.engine.startup.phases import Phases, process_start_s
 from millstream.engine.startup.preload import preload
@@ -170,7 +170,8 @@ def _obey(
     match command:
         case Submit(requests):
             for request in requests:
-                core.submit(request)
+                for sample in samples_of(request):
+                    core.submit(sample)
         case Finish(keys, reason):
             core.finish(keys, FinishReason(reason))
         case AskStats(token):

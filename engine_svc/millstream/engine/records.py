@@ -46,7 +46,7 @@ class Load(_Record, frozen=True):
 
 
 class Submit(_Record, frozen=True):
-    """New requests, in order."""
+    """New requests, in order: of each submission the first sample, as samples_of() takes it."""
 
     requests: list[Request]
 

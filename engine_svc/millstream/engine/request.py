@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy; nothing is ever divided by them
 
@@ -101,3 +102,29 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cache_salt: str = ""
     priority: int = 0  # smaller is served first
     client: int = 0  # whose it is: clients share the engine fairly
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids that it holds; what else is large counts for as many as take its memory."""
+        sampling = self.sampling
+        grammar = 0 if sampling.grammar is None else len(sampling.grammar.text) // 8
+        return (
+            len(self.token_ids)
+            + len(sampling.stop_token_ids)
+            + 3 * len(sampling.logit_bias)
+            + len(sampling.allowed_token_ids)
+            + sum(map(len, sampling.bad_words))
+            + grammar
+        )
+
+
+def samples_of(first: Request) -> list[Request]:
+    """A request for each sample of the prompt, with consecutive keys and seeds, that share all that
+    is large. The prompt's log probabilities come with the first."""
+    return [first, *(_sample(first, index) for index in range(1, first.sampling.n))]
+
+
+def _sample(first: Request, index: int) -> Request:
+    seed = (first.sampling.seed + index) % (1 << 64)
+    sampling = replace(first.sampling, seed=seed, prompt_logprobs=None)
+    return replace(first, key=first.key + index, sampling=sampling)

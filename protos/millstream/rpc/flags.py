@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from millstream.rpc.logs import LEVELS
-from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
+from millstream.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, LEAST_MAX_MESSAGE_BYTES
 from millstream.rpc.parsing import number
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, default_port: int) 
     )
     service.add_argument(
         "--max-message-bytes",
-        type=number(int, 1 << 16, 1 << 30),
+        type=number(int, LEAST_MAX_MESSAGE_BYTES, 1 << 30),
         default=DEFAULT_MAX_MESSAGE_BYTES,
         help="largest gRPC message, both ways",
     )

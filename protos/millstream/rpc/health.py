@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _Status = health_pb2.HealthCheckResponse.ServingStatus
+_MOST_SHOWN = 100  # characters of a name, in metadata of which gRPC takes 8 KiB
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -54,7 +55,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> health_pb2.HealthCheckResponse:
         if request.service not in self._names:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no service {request.service[:_MOST_SHOWN]!r} here"
+            )
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def Watch(

@@ -5,7 +5,10 @@ from __future__ import annotations
 # A prompt of a million ids is about 3 MB, a megabyte of text encodes in less: 64 MiB is far beyond
 # any context there is, and still a bound. Both services and the client default to it.
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# gRPC's own default: what the engine sends is below it, whatever it merges for a reader that lags.
+LEAST_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024
+MAX_PENDING_CALLS = 16384  # that have come and no method has begun to answer
 LOOKAHEAD_BYTES = 256 * 1024
 # A client pings a service that was silent for so long, and takes the connection for lost when no
 # answer comes within the timeout.
@@ -22,6 +25,9 @@ def server_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Option
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        # gRPC's own is 1000, beyond which it resets calls at random.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         # Clients may ping each 10 s, also without calls, and are never sent away for it.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 0),

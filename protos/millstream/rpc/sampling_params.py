@@ -33,7 +33,7 @@ from millstream.rpc.values import (
 )
 from millstream.v1 import engine_pb2
 
-# Of one request's stop strings together: what looking for them at each token costs is bounded.
+# Of one request's stop strings together: what is made to look for them all at once is bounded.
 MAX_STOP_CHARS = 4096
 
 

@@ -275,7 +275,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the request, besides the model's EOS ids; at most 1024."""
+        """Token ids that end the request, besides the model's EOS ids; at most 1024. An id that comes
+        twice counts once, but no list of ids may be longer than the vocabulary.
+        """
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
@@ -290,7 +292,8 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
         """Token sequences that the output must not have: the last id of one is not sampled after its
-        others. At most 1024, of 1 to 128 ids each.
+        others. At most 1024, of 1 to 128 ids each; one that comes twice counts once, but 16384
+        are too many.
 
         Of structured_output, allowed_token_ids, min_tokens and bad_words, in this order, one that
         would leave no id to sample does not count for that token.
@@ -610,7 +613,8 @@ class EngineLimits(_message.Message):
     max_queued_requests: _builtins.int
     """Most requests waiting (each sample counts) before new ones are refused with RESOURCE_EXHAUSTED
     and a RetryInfo, which tells when a place is expected to be free. A client that has no request
-    in the engine gets in beyond that, up to an eighth more.
+    in the engine gets in beyond that, up to an eighth more. So it is when the requests that run and
+    wait hold more than 2**26 token ids together: of prompts, biases and other lists.
     """
     block_size: _builtins.int
     """Tokens per KV block."""

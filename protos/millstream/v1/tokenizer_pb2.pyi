@@ -253,7 +253,10 @@ Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """Opens, feeds and closes sequences; handled in the order of the fields."""
+    """Opens, feeds and closes sequences; handled in the order of the fields. A message of which more
+    than 65536 sequences fail ends the stream. A stream may have 2**18 sequences open, with stop
+    strings of 2**23 characters together; beyond that an open is refused with RESOURCE_EXHAUSTED.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

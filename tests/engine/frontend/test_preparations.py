@@ -116,6 +116,7 @@ async def test_no_grammar_is_forgotten_while_a_request_may_come_with_it(seed: in
                 )
             )
             num_held += 1
+            assert preparations.num_ids_held >= request.num_ids
         if stream.holds and rng.random() < 0.2:
             hold = stream.holds.pop(rng.randrange(len(stream.holds)))
             if not hold.task.done():
@@ -129,6 +130,6 @@ async def test_no_grammar_is_forgotten_while_a_request_may_come_with_it(seed: in
     await asyncio.sleep(0.01)
     assert not lost
     assert at_once > 100 and num_held > 500 and len(ended) > 300
-    assert preparations.num_held == 0
+    assert preparations.num_held == preparations.num_ids_held == 0
     assert len(core.kept) == MAX_READY, "the last ones are kept, and nothing else"
     assert all(preparations.is_ready(each) for each in core.kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -118,6 +119,23 @@ def test_a_row_stays_the_same_object_while_it_says_the_same() -> None:
     mask.accept(1)
     changed = mask.row(5)
     assert changed is not first and ids_of(changed) == set(range(VOCAB_SIZE)) - {2, 3}
+
+
+def test_many_bad_words_that_nearly_match_cost_little() -> None:
+    """1024 of 128 ids that differ near their end took a row 0.2 ms of each step, which all clients
+    waited for: 50 ms with 256 such rows."""
+
+    def seconds(count: int) -> float:
+        words = tuple((*[1] * 124, i % 60 + 2, i // 60, 1, 2) for i in range(count))
+        mask = make(bad_words=words, output=(1,) * 130)
+        started = time.perf_counter()
+        for position in range(133, 333):
+            mask.accept(1)
+            mask.row(position)
+        return time.perf_counter() - started
+
+    one_s, many_s = (min(seconds(count) for _ in range(3)) for count in (1, 1024))
+    assert many_s < 10 * one_s
 
 
 def test_bad_words_are_of_the_output_alone() -> None:

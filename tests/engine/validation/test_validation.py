@@ -16,8 +16,9 @@ from millstream.engine.validation.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_STOP_TOKEN_IDS,
+    resolved_sampling,
 )
-from millstream.engine.validation.submissions import resolved_proto, to_requests
+from millstream.engine.validation.submissions import to_requests
 from millstream.rpc.errors import (
     InvalidArgument,
     MillstreamError,
@@ -343,7 +344,7 @@ def test_samples_differ_in_key_and_seed_alone() -> None:
         assert structs.replace(other, key=5, sampling=like_first) == first
         assert (other.client, other.sampling.n) == (3, 4)
     assert [sample.sampling.seed for sample in samples(n=2)] == [99, 100]
-    assert [resolved_proto(sample).n for sample in samples(n=2)] == [2, 2]
+    assert [resolved_sampling(sample.sampling).n for sample in samples(n=2)] == [2, 2]
 
 
 def test_samples_need_consecutive_handles() -> None:
@@ -391,11 +392,13 @@ def test_resolved_proto_fills_everything_in_and_passes_again() -> None:
         logprobs=0,
         prompt_logprobs=20,
     )
-    echoed = resolved_proto(first)
+    echoed = resolved_sampling(first.sampling)
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"):
         assert echoed.HasField(name)
     assert echoed.logit_bias[9] == 100 and list(echoed.allowed_token_ids) == [3, 8]
-    assert echoed.HasField("logprobs") and not resolved_proto(request()).HasField("logprobs")
+    assert echoed.HasField("logprobs") and not resolved_sampling(request().sampling).HasField(
+        "logprobs"
+    )
     assert (echoed.seed, echoed.max_tokens, echoed.min_tokens, echoed.top_k) == (99, 61, 61, 0)
     again = engine_pb2.Submission(token_ids=first.token_ids, sampling=echoed)
     assert to_requests(again, key=5, info=INFO, random_seed=1) == [first]
@@ -442,11 +445,11 @@ def test_accepted_echoes_every_field(field: str) -> None:
         return
     asked = engine_pb2.SamplingParams(**{field: ECHOED[field]})
     info = replace(INFO, structured_output=True)
-    echoed = resolved_proto(request(info=info, **{field: ECHOED[field]}))
+    echoed = resolved_sampling(request(info=info, **{field: ECHOED[field]}).sampling)
     assert getattr(echoed, field) == getattr(asked, field)
     if asked.DESCRIPTOR.fields_by_name[field].has_presence:
         assert echoed.HasField(field)
-    unset = resolved_proto(request())
+    unset = resolved_sampling(request().sampling)
     assert (field in {set_field.name for set_field, _ in unset.ListFields()}) == (
         field in ALWAYS_ECHOED
     )

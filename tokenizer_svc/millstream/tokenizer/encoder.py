@@ -18,6 +18,7 @@ from millstream.tokenizer.codec import Codec
 from millstream.v1 import tokenizer_pb2
 
 _CHUNK_BYTES = 16 * 1024
+_INPUT_BYTES = 8  # that an input counts for beside its own, which may be none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,11 @@ class Encoder:
                     f"{self._limits.max_text_bytes} that one input may have",
                     field=f"inputs[{index}]",
                 )
-            if size and size + item_bytes > _CHUNK_BYTES:
+            counted = item_bytes + _INPUT_BYTES
+            if size and size + counted > _CHUNK_BYTES:
                 yield start, request.inputs[start:index]
                 start, size = index, 0
-            size += item_bytes
+            size += counted
         if request.inputs:
             yield start, request.inputs[start:]
 

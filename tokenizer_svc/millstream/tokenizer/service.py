@@ -17,6 +17,7 @@ from millstream.rpc.errors import (
     EngineFault,
     EngineUnavailable,
     InvalidArgument,
+    MessageTooLarge,
     MillstreamError,
     abort,
 )
@@ -148,6 +149,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                     response = session.answer(request)
                 else:
                     response = await asyncio.to_thread(session.answer, request)
+                    if (size := response.ByteSize()) > self._max_message_bytes:
+                        raise MessageTooLarge(
+                            f"the answer takes {size} bytes, larger than the "
+                            f"{self._max_message_bytes} that a message may have"
+                        )
                 await context.write(response)
 
     async def GetTokenizerInfo(

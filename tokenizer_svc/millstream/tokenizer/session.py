@@ -9,6 +9,7 @@ from millstream.rpc.errors import (
     DuplicateHandle,
     EngineUnavailable,
     InvalidArgument,
+    QueueFull,
     UnknownHandle,
     to_status,
 )
@@ -18,6 +19,13 @@ from millstream.tokenizer.detokenizer import Detokenizer, UnknownTokenId
 from millstream.v1 import engine_pb2, tokenizer_pb2
 
 logger = logging.getLogger(__name__)
+
+# Of the sequences that one message names, as many may fail: what is said of each is longer than
+# what names it.
+MAX_FAILED = 1 << 16
+# Of one stream: 200 MB of sequences, and 1 GB of what looks for their stop strings if all differ.
+MAX_OPEN = 1 << 18
+MAX_OPEN_STOP_CHARS = 1 << 23
 
 
 class DetokenizeSession:
@@ -29,6 +37,8 @@ class DetokenizeSession:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._sequences: dict[int, Detokenizer] = {}
+        self._stop_chars: dict[int, int] = {}  # of those that have any
+        self._num_stop_chars = 0
         self.draining = False  # opens are refused
 
     @property
@@ -36,7 +46,8 @@ class DetokenizeSession:
         return len(self._sequences)
 
     def answer(self, request: tokenizer_pb2.DetokenizeRequest) -> tokenizer_pb2.DetokenizeResponse:
-        """Does what a message asks. Raises InvalidArgument if its arrays do not fit together."""
+        """Does what a message asks. Raises InvalidArgument if its arrays do not fit together, or
+        more than MAX_FAILED sequences fail."""
         answer = _Answer()
         for opening in request.open:
             self._open(opening, answer)
@@ -61,6 +72,9 @@ class DetokenizeSession:
         else:
             try:
                 self._sequences[handle] = self._sequence(opening)
+                if size := sum(map(len, opening.stop)):
+                    self._stop_chars[handle] = size
+                    self._num_stop_chars += size
             except Exception as error:
                 answer.fail(handle, _reported(error, "open.context_token_ids"))
 
@@ -72,6 +86,9 @@ class DetokenizeSession:
                 f"open.stop: at most {MAX_STOP_CHARS} characters together, not {size}",
                 field="open.stop",
             )
+        too_many = len(self._sequences) >= MAX_OPEN
+        if too_many or self._num_stop_chars + size > MAX_OPEN_STOP_CHARS:
+            raise QueueFull("open: too many sequences, or stop strings of those, are open")
         skip = opening.skip_special_tokens if opening.HasField("skip_special_tokens") else True
         return Detokenizer(
             self._codec.text_decoder(skip_special_tokens=skip),
@@ -110,11 +127,15 @@ class DetokenizeSession:
         self._stop(handle, sequence, answer)
 
     def _fail(self, handle: int, error: Exception, answer: _Answer) -> None:
-        del self._sequences[handle]
+        self._forget(handle)
         answer.fail(handle, _reported(error, "tokens.token_ids"))
 
-    def _stop(self, handle: int, sequence: Detokenizer, answer: _Answer) -> None:
+    def _forget(self, handle: int) -> None:
         del self._sequences[handle]
+        self._num_stop_chars -= self._stop_chars.pop(handle, 0)
+
+    def _stop(self, handle: int, sequence: Detokenizer, answer: _Answer) -> None:
+        self._forget(handle)
         if match := sequence.stopped:
             answer.stop(handle, match.stop, match.token_count)
 
@@ -143,6 +164,8 @@ class _Answer:
         )
 
     def fail(self, handle: int, error: Exception) -> None:
+        if len(self.failed) == MAX_FAILED:
+            raise InvalidArgument(f"more than {MAX_FAILED} sequences fail in one message")
         self._ended.add(handle)
         self.failed.append(tokenizer_pb2.DetokenizeFailed(handle=handle, status=to_status(error)))
 
@@ -180,6 +203,6 @@ def _reported(error: Exception, field: str) -> Exception:
     """What the client hears of a sequence's failure."""
     if isinstance(error, UnknownTokenId):
         return InvalidArgument(f"{field}: {error}", field=field)
-    if not isinstance(error, InvalidArgument):
+    if not isinstance(error, InvalidArgument | QueueFull):
         logger.error("a sequence failed", exc_info=error)
     return error

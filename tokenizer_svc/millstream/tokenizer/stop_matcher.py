@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from millstream.tokenizer.stop_automaton import stop_automaton
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatch:
@@ -23,30 +25,30 @@ class StopMatcher:
     """
 
     __slots__ = (
-        "_ends", "_first_chars", "_floor", "_held", "_include_stop", "_longest", "_min_tokens",
-        "_stops", "match",
+        "_automaton", "_ends", "_first_chars", "_held", "_include_stop", "_min_tokens", "_start",
+        "_state", "_stop", "match",
     )  # fmt: skip
 
     def __init__(self, stops: Iterable[str], *, include_stop: bool, min_tokens: int) -> None:
-        self._stops = sorted(set(stops), key=lambda stop: (len(stop), stop))
-        self._first_chars = frozenset(stop[0] for stop in self._stops)
-        self._longest = len(self._stops[-1])
+        stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._automaton = stop_automaton(stops)
+        self._state = 0  # the automaton's, after _held
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""  # a proper prefix of some stop string, maybe with matches inside
         self._ends: list[tuple[int, int]] = []  # (end of its text in _held, number) of held tokens
-        self._floor = 0  # matches that end here or before came too early to count
+        self._start, self._stop = 0, ""  # the first match inside _held, if there is one
         self.match: StopMatch | None = None
 
     def push(self, text: str, token_count: int) -> str:
         """Takes the text of token number `token_count`; returns the text that is safe to show."""
         if not text or (not self._held and self._first_chars.isdisjoint(text)):
             return text
+        self._look_into(text, counts=token_count >= self._min_tokens)
         text = self._held + text
         self._ends.append((len(text), token_count))
-        if token_count < self._min_tokens:
-            self._floor = len(text)
-        return self._settle(text, self._open_start(text))
+        return self._settle(text, len(text) - self._automaton.open_length[self._state])
 
     def flush(self) -> str:
         """The held text, after which there is no more."""
@@ -55,16 +57,27 @@ class StopMatcher:
     @property
     def waiting_count(self) -> int | None:
         """Where a match that waits for an earlier start ends: its token_count; None without one."""
-        start, stop = self._first_match(self._held)
-        return self._token_count_at(start + len(stop)) if stop else None
+        return self._token_count_at(self._start + len(self._stop)) if self._stop else None
 
     def _token_count_at(self, end: int) -> int:
         """The number of the token that brought the held text's character before `end`."""
         return next(number for at, number in self._ends if at >= end)
 
+    def _look_into(self, text: str, *, counts: bool) -> None:
+        """Goes on with text behind the held one. Of the matches that end at one place the longest
+        starts first; of those with one start the first to end is the shortest."""
+        automaton, state = self._automaton, self._state
+        for end, char in enumerate(text, len(self._held) + 1):
+            state = automaton.step(state, char)
+            stop = automaton.found[state]
+            if stop and counts and (not self._stop or end - len(stop) < self._start):
+                self._start, self._stop = end - len(stop), stop
+        self._state = state
+
     def _settle(self, text: str, open_start: int) -> str:
-        """Shows `text` up to the first match, or else up to `open_start`; holds the rest."""
-        start, stop = self._first_match(text)
+        """Shows `text` up to the first match, or else up to `open_start`, where the longest end
+        starts that is a proper prefix of some stop string; holds the rest."""
+        start, stop = self._start, self._stop
         if stop and start <= open_start:
             end = start + len(stop)
             self.match = StopMatch(stop=stop, token_count=self._token_count_at(end))
@@ -73,23 +86,5 @@ class StopMatcher:
         self._held = text[open_start:]
         if open_start:
             self._ends = [(at - open_start, n) for at, n in self._ends if at > open_start]
-            self._floor = max(0, self._floor - open_start)
+            self._start -= open_start
         return text[:open_start]
-
-    def _first_match(self, text: str) -> tuple[int, str]:
-        """Start and string of the first match that counts; the string is empty if there is none."""
-        best = (len(text), "")
-        for stop in self._stops:  # the shortest first
-            at = text.find(stop, max(0, self._floor - len(stop) + 1))
-            if 0 <= at < best[0]:
-                best = (at, stop)
-        return best
-
-    def _open_start(self, text: str) -> int:
-        """Where the longest end of `text` starts that is a proper prefix of some stop string."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._first_chars:
-                end = text[start:]
-                if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
-                    return start
-        return len(text)

@@ -1,7 +1,8 @@
 """Admission: which submissions the front end takes, as which requests; and why not the others.
 
-The queue is bounded. A client that has nothing in the engine gets in a little beyond the bound, so
-that one that fills the queue does not turn all others away.
+The queue is bounded, in requests and in the token ids that they hold. A client that has nothing in
+the engine gets in a little beyond the bound, so that one that fills the queue does not turn all
+others away.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from millstream.rpc.errors import DuplicateHandle, NeverFits, QueueFull
 from millstream.v1 import engine_pb2
 
 _RESERVE = 8  # one place for newcomers for so many in the queue
+# That all requests hold together; in the core 47 bytes each, so 3 GB.
+MAX_LIVE_IDS = 1 << 26
 
 
 class Admission:
@@ -33,10 +36,11 @@ class Admission:
         self._places = PlacesComeFree(self._num_places)
 
     def admit(
-        self, stream: Stream, submission: engine_pb2.Submission, num_live: int
+        self, stream: Stream, submission: engine_pb2.Submission, num_live: int, num_ids: int
     ) -> list[Request]:
         """The samples that a submission asks for, on consecutive handles. `num_live`: requests in
-        the engine. Raises the MillstreamError that refuses all of it."""
+        the engine, which hold `num_ids` token ids. Raises the MillstreamError that refuses all of
+        it."""
         num_samples = check_samples(submission)
         first = submission.handle
         for handle in range(first, first + num_samples):
@@ -45,7 +49,7 @@ class Admission:
         self._check_room(stream, num_samples, num_live)
         if not submission.request_id:
             submission.request_id = f"{stream.number}-{first}"
-        return to_requests(
+        samples = to_requests(
             submission,
             key=make_key(stream.number, first),
             info=self._info,
@@ -53,6 +57,8 @@ class Admission:
             defaults=self._defaults,
             client=stream.client.number,
         )
+        self._check_ids(stream, samples, num_ids)
+        return samples
 
     def note_step(self, num_ended: int, num_live: int, now: float) -> None:
         """A step is done: so many requests ended, and so many are left."""
@@ -72,4 +78,15 @@ class Admission:
             raise QueueFull(
                 f"{self._max_queued} requests wait already",
                 retry_after_s=self._places.retry_after_s(num_samples),
+            )
+
+    def _check_ids(self, stream: Stream, samples: list[Request], num_ids: int) -> None:
+        """What is alone is never too large."""
+        most = MAX_LIVE_IDS
+        if stream.client.num_live == 0:
+            most += -(-MAX_LIVE_IDS // _RESERVE)
+        if num_ids and num_ids + len(samples) * samples[0].num_ids > most:
+            raise QueueFull(
+                f"requests with {num_ids} token ids run and wait already",
+                retry_after_s=self._places.retry_after_s(len(samples)),
             )

@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from millstream.engine.frontend.admission import Admission
 from millstream.engine.frontend.preparations import HeldSubmission, Preparations
 from millstream.engine.frontend.streams import Stream
 from millstream.engine.frontend.supervisor import Supervisor
 from millstream.engine.records import handle_of, make_key
-from millstream.engine.request import FinishReason, Request
-from millstream.engine.validation.submissions import resolved_proto
+from millstream.engine.request import FinishReason, Request, Sampling
+from millstream.engine.validation.sampling import resolved_sampling
 from millstream.rpc.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -46,10 +47,11 @@ class Intake:
     ) -> None:
         """Accepts or refuses each, or puts it on hold; those accepted go to the core as one record.
         `unavailable`: why the engine takes none, if it does not."""
-        requests: list[Request] = []
+        firsts: list[Request] = []
+        num_new = num_new_ids = 0
         for submission in submissions:
             try:
-                samples = self._admit(stream, submission, len(requests), unavailable)
+                samples = self._admit(stream, submission, num_new, num_new_ids, unavailable)
             except Exception as error:
                 self._refuse(stream, submission.handle, error)
                 continue
@@ -61,19 +63,17 @@ class Intake:
                 )
                 self._preparations.hold(held)
                 continue
-            requests += samples
+            firsts.append(samples[0])
+            num_new += len(samples)
+            num_new_ids += len(samples) * samples[0].num_ids
             for sample, timer in zip(samples, timers, strict=True):
                 self._accept(stream, sample, timer)
-        self._core.submit(requests)
+        self._core.submit(firsts)
 
     def _accept(self, stream: Stream, sample: Request, timer: asyncio.TimerHandle | None) -> None:
         logger.debug("accepted %r", sample.request_id)  # the caller's text
-        accepted = engine_pb2.Accepted(
-            handle=handle_of(sample.key),
-            request_id=sample.request_id,
-            sampling=resolved_proto(sample),
-        )
-        stream.accept(accepted, timer)
+        handle = handle_of(sample.key)
+        stream.accept(handle, timer, partial(_accepted, handle, sample.request_id, sample.sampling))
 
     def _refuse(self, stream: Stream, handle: int, error: Exception) -> None:
         if not isinstance(error, MillstreamError):
@@ -90,7 +90,7 @@ class Intake:
             self._accept(held.stream, sample, hold.timer)
             if hold.cancelled:
                 cancelled.append(handle)
-        self._core.submit(held.samples)
+        self._core.submit(held.samples[:1])
         self.finish(held.stream, cancelled, FinishReason.CANCELLED)
 
     def _refuse_held(self, held: HeldSubmission, error: Exception) -> None:
@@ -105,6 +105,7 @@ class Intake:
         stream: Stream,
         submission: engine_pb2.Submission,
         num_new: int,
+        num_new_ids: int,
         unavailable: str | None,
     ) -> list[Request]:
         """The submission's samples. Raises the MillstreamError that refuses it."""
@@ -112,7 +113,8 @@ class Intake:
             raise EngineUnavailable(unavailable)
         assert self.admission is not None
         num_live = self._core.num_live + self._preparations.num_held + num_new
-        return self.admission.admit(stream, submission, num_live)
+        num_ids = self._core.num_ids + self._preparations.num_ids_held + num_new_ids
+        return self.admission.admit(stream, submission, num_live, num_ids)
 
     def _deadline_timer(
         self, stream: Stream, submission: engine_pb2.Submission, sample: Request
@@ -143,3 +145,9 @@ class Intake:
             else:
                 hold.give_up(EngineUnavailable("the engine is stopping"))
         self._core.finish([make_key(stream.number, handle) for handle in with_core], reason)
+
+
+def _accepted(handle: int, request_id: str, sampling: Sampling) -> engine_pb2.Accepted:
+    return engine_pb2.Accepted(
+        handle=handle, request_id=request_id, sampling=resolved_sampling(sampling)
+    )

@@ -37,6 +37,11 @@ class HeldSubmission:
     grammar: GrammarSpec
     timers: list[asyncio.TimerHandle | None]  # of their deadlines
 
+    @property
+    def num_ids(self) -> int:
+        """Of all samples together."""
+        return len(self.samples) * self.samples[0].num_ids
+
 
 class Preparations:
     """Everything runs on the event loop."""
@@ -56,6 +61,7 @@ class Preparations:
         self._on_refused = on_refused
         self._turns = FairTurns(_AT_ONCE)
         self._num_held = 0
+        self._num_ids_held = 0
         self._awaited: Counter[GrammarSpec] = Counter()  # by submissions on hold
         self._ready: OrderedDict[GrammarSpec, None] = OrderedDict()  # prepared, the latest last
 
@@ -71,9 +77,15 @@ class Preparations:
         """Requests on hold."""
         return self._num_held
 
+    @property
+    def num_ids_held(self) -> int:
+        """Token ids that they hold."""
+        return self._num_ids_held
+
     def hold(self, held: HeldSubmission) -> None:
         """Calls on_ready or on_refused in a while, unless the stream is closed before."""
         self._num_held += len(held.samples)
+        self._num_ids_held += held.num_ids
         self._awaited[held.grammar] += 1
         task = asyncio.create_task(self._wait(held))
         task.add_done_callback(lambda _: self._release(held))
@@ -89,6 +101,7 @@ class Preparations:
 
     def _release(self, held: HeldSubmission) -> None:
         self._num_held -= len(held.samples)
+        self._num_ids_held -= held.num_ids
         self._awaited[held.grammar] -= 1
         self._forget_unless_wanted(held.grammar)
 

@@ -19,8 +19,11 @@ from millstream.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Samples submitted before other streams get a turn: about 10 ms of short ones.
+# What is taken before other streams get a turn: short samples, about 10 ms of them; a large request
+# counts for as many as it has pieces of so many bytes. And cancellations, a millisecond.
 SAMPLES_PER_TURN = 512
+_SAMPLE_BYTES = 256
+CANCELLATIONS_PER_TURN = 8192
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -91,7 +94,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     self._service.submit(stream, submissions)
                     await asyncio.sleep(0)
                     await stream.room()
-                self._service.cancel(stream, message.cancel)
+                for first in range(0, len(message.cancel), CANCELLATIONS_PER_TURN):
+                    handles = message.cancel[first : first + CANCELLATIONS_PER_TURN]
+                    self._service.cancel(stream, dict.fromkeys(handles))
+                    await asyncio.sleep(0)
             stream.end_when_idle(None)
         except DecodeError:
             stream.fail(undecodable("a GenerateRequest"))
@@ -101,12 +107,12 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
 
 def _turns(submissions: Iterable[engine_pb2.Submission]) -> Iterator[list[engine_pb2.Submission]]:
-    """Cuts so that each piece has about SAMPLES_PER_TURN samples."""
+    """Cuts so that each piece costs about as much as SAMPLES_PER_TURN short samples."""
     turn: list[engine_pb2.Submission] = []
     room = SAMPLES_PER_TURN
     for submission in submissions:
         turn.append(submission)
-        room -= max(1, submission.sampling.n)
+        room -= max(1, submission.sampling.n) + submission.ByteSize() // _SAMPLE_BYTES
         if room <= 0:
             yield turn
             turn, room = [], SAMPLES_PER_TURN

@@ -24,8 +24,8 @@ from millstream.v1 import engine_pb2
 # A merged message stops growing here (tokens and log probabilities together): well below gRPC's
 # default limit of 4 MiB.
 MAX_VALUES_PER_MESSAGE = 1 << 16
-# So does a list of accepted requests, in bytes; one of them may be twice as large, when it names
-# every token id of a large vocabulary.
+# So do lists of accepted and of refused requests, in bytes; one of the former may be twice as
+# large, when it names every token id of a large vocabulary.
 MAX_ACCEPTED_BYTES = 1 << 20
 # While more finished and refused requests than this wait to be sent, no submissions are read.
 MAX_ENDED_UNSENT = 4096
@@ -106,8 +106,8 @@ class Stream:
         self._held: dict[int, Hold] = {}
         self._finished_unsent: set[int] = set()
         self._refused_unsent: set[int] = set()
-        self._accepted: deque[engine_pb2.Accepted] = deque()
-        self._rejected: list[engine_pb2.Rejected] = []
+        self._accepted: deque[Callable[[], engine_pb2.Accepted]] = deque()
+        self._rejected: deque[engine_pb2.Rejected] = deque()
         self._prompt_logprobs: deque[tuple[int, LogprobColumns]] = deque()  # by handle, in pieces
         self._waiting: deque[_Waiting] = deque()
         self._ending = False
@@ -147,9 +147,15 @@ class Stream:
         self.client.num_live -= 1
         return self._held.pop(handle)
 
-    def accept(self, accepted: engine_pb2.Accepted, timer: asyncio.TimerHandle | None) -> None:
-        """A request is on its way to the core; its timer is cancelled when it ends."""
-        self._live[accepted.handle] = timer
+    def accept(
+        self,
+        handle: int,
+        timer: asyncio.TimerHandle | None,
+        accepted: Callable[[], engine_pb2.Accepted],
+    ) -> None:
+        """A request is on its way to the core; its timer is cancelled when it ends. `accepted` is
+        called when it can be sent: it is larger than what it is made of."""
+        self._live[handle] = timer
         self.client.num_live += 1
         self._accepted.append(accepted)
         self._wake.set()
@@ -234,13 +240,18 @@ class Stream:
         message = engine_pb2.GenerateResponse()
         size = 0
         while self._accepted and size < MAX_ACCEPTED_BYTES:
-            accepted = self._accepted.popleft()
+            accepted = self._accepted.popleft()()
             size += accepted.ByteSize()
             message.accepted.append(accepted)
         if self._accepted:
             return message
-        message.rejected.extend(self._rejected)
-        self._rejected.clear()
+        while self._rejected and size < MAX_ACCEPTED_BYTES:
+            rejected = self._rejected.popleft()
+            size += rejected.ByteSize()
+            message.rejected.append(rejected)
+        if self._rejected:
+            self._room.set()
+            return message
         self._refused_unsent.clear()
         values = 0
         while self._prompt_logprobs and values < MAX_VALUES_PER_MESSAGE:

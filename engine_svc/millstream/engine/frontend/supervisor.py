@@ -74,12 +74,19 @@ class Supervisor:
         self._tokens = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by the question's token
         self._num_live = 0
+        self._num_ids: dict[int, int] = {}  # of each of those, by key
+        self._num_ids_live = 0
         self._steps_seen = 0
 
     @property
     def num_live(self) -> int:
         """Requests submitted and not yet reported as finished."""
         return self._num_live
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids that they hold."""
+        return self._num_ids_live
 
     @property
     def failed(self) -> asyncio.Future[str]:
@@ -98,9 +105,15 @@ class Supervisor:
         return self._loaded.result()
 
     def submit(self, requests: list[Request]) -> None:
-        """Hands requests to the core; each ends with one FinishedRecord, unless the core fails."""
+        """Hands requests to the core, given the first sample of each; each sample ends with one
+        FinishedRecord, unless the core fails."""
         if requests:
-            self._num_live += len(requests)
+            for first in requests:
+                num_samples, num_ids = first.sampling.n, first.num_ids
+                self._num_live += num_samples
+                self._num_ids_live += num_samples * num_ids
+                keys = range(first.key, first.key + num_samples)
+                self._num_ids.update(dict.fromkeys(keys, num_ids))
             self._send(Submit(requests))
 
     def finish(self, keys: Sequence[int], reason: FinishReason) -> None:
@@ -183,6 +196,7 @@ class Supervisor:
             case StepRecord():
                 self._steps_seen += 1
                 self._num_live -= len(record.finished)
+                self._num_ids_live -= sum(self._num_ids.pop(end.key) for end in record.finished)
                 self._on_step(record)
             case StatsRecord() | GrammarPrepared():
                 answer = self._answers.get(record.token)

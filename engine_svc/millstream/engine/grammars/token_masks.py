@@ -79,12 +79,14 @@ class SlotMask:
         self._allowed = self._none_but(sampling.allowed_token_ids)
         self._no_ends = self._all_but(start.banned_token_ids)
         self._never = [word[0] for word in sampling.bad_words if len(word) == 1]
-        # Longer ones: their last ids, by what comes before; that by its own last id.
-        self._endings: defaultdict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+        # Longer ones: their last ids, by what comes before; that by its own last id and its length.
+        self._endings: dict[int, dict[int, defaultdict[tuple[int, ...], list[int]]]] = {}
         longest = 0
         for *before, last in sampling.bad_words:
             if before:
-                self._endings[before[-1]].append((tuple(before), last))
+                by_length = self._endings.setdefault(before[-1], {})
+                endings = by_length.setdefault(len(before), defaultdict(list))
+                endings[tuple(before)].append(last)
                 longest = max(longest, len(before))
         self._recent: deque[int] = deque(maxlen=longest)  # of the output
         self.follows = sampling.follows_tokens
@@ -152,8 +154,10 @@ class SlotMask:
         if not recent or recent[-1] not in self._endings:
             return ()
         output = tuple(recent)
-        endings = self._endings[output[-1]]
-        return tuple(last for before, last in endings if output[-len(before) :] == before)
+        found: list[int] = []
+        for length, endings in self._endings[output[-1]].items():
+            found += endings.get(output[-length:], ())
+        return tuple(found)
 
     def _none_but(self, token_ids: Collection[int]) -> Words | None:
         return pack(token_ids, self._vocab_size) if token_ids else None

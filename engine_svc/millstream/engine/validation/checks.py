@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from millstream.engine.plan import RunnerInfo
-from millstream.rpc.errors import InvalidArgument, Unsupported
+from millstream.rpc.errors import InvalidArgument, PromptTooLong, Unsupported
 
 
 def invalid(field: str, wanted: str, value: object) -> InvalidArgument:
@@ -14,6 +14,16 @@ def invalid(field: str, wanted: str, value: object) -> InvalidArgument:
 
 def unsupported(field: str, why: str) -> Unsupported:
     return Unsupported(f"{field}: not supported: {why}", field=field)
+
+
+def check_prompt_length(count: int, max_model_len: int) -> None:
+    """Raises PromptTooLong where no room is left for output."""
+    if count >= max_model_len:
+        raise PromptTooLong(
+            f"token_ids: {count} ids leave no room for output: prompt and output together have at "
+            f"most {max_model_len} tokens (max_model_len)",
+            field="token_ids",
+        )
 
 
 def check_vocabulary(field: str, token_ids: Collection[int], info: RunnerInfo) -> None:

@@ -10,9 +10,14 @@ from typing import Literal
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.request import Sampling
 from millstream.engine.validation.checks import check_vocabulary, invalid, unsupported
-from millstream.engine.validation.structured_output import resolve_grammar, set_grammar
+from millstream.engine.validation.structured_output import (
+    MAX_GRAMMAR_CHARS,
+    resolve_grammar,
+    set_grammar,
+)
 from millstream.rpc.errors import InvalidArgument, NeverFits
 from millstream.rpc.integer_ranges import INTEGER_RANGES
+from millstream.rpc.sampling_params import MAX_STOP_CHARS
 from millstream.v1 import engine_pb2
 
 MAX_LOGIT_BIAS = 100.0
@@ -20,6 +25,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 128
+_REPEATS = 16  # in which a bad word may come: they count once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +136,22 @@ def check_scalars(params: engine_pb2.SamplingParams) -> dict[_Number, float]:
         if params.HasField(field) and getattr(params, field) not in integers:
             raise invalid(f"sampling.{field}", str(integers), getattr(params, field))
     return numbers
+
+
+def check_lengths(params: engine_pb2.SamplingParams, info: RunnerInfo) -> None:
+    """Raises InvalidArgument for a list that cannot be right whatever is in it; at no cost, so
+    before anything is made of it."""
+    for field, most in (
+        ("stop", MAX_STOP_CHARS),
+        ("stop_token_ids", info.vocab_size),
+        ("logit_bias", info.vocab_size),
+        ("allowed_token_ids", info.vocab_size),
+        ("bad_words", _REPEATS * MAX_BAD_WORDS),
+    ):
+        if (count := len(getattr(params, field))) > most:
+            raise invalid(f"sampling.{field}", f"at most {most} of them", count)
+    if (count := len(params.choice.values)) > MAX_GRAMMAR_CHARS:
+        raise invalid("sampling.choice", f"at most {MAX_GRAMMAR_CHARS} characters", count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

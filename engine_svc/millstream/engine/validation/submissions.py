@@ -6,13 +6,11 @@ never out of range. Errors name the bad field by its proto path ("sampling.top_p
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from millstream.engine.plan import RunnerInfo
-from millstream.engine.request import Request
-from millstream.engine.validation.checks import check_vocabulary, invalid
-from millstream.engine.validation.sampling import check_scalars, resolve_sampling, resolved_sampling
-from millstream.rpc.errors import InvalidArgument, PromptTooLong
+from millstream.engine.request import Request, samples_of
+from millstream.engine.validation.checks import check_prompt_length, check_vocabulary, invalid
+from millstream.engine.validation.sampling import check_lengths, check_scalars, resolve_sampling
+from millstream.rpc.errors import InvalidArgument
 from millstream.v1 import engine_pb2
 
 MAX_NAME_LENGTH = 1024  # of request_id and cache_salt, in characters
@@ -37,7 +35,7 @@ def to_requests(
     Raises InvalidArgument (a bad value), Unsupported (a field the engine does not do yet),
     PromptTooLong (no room for output within max_model_len) or NeverFits (larger than the KV pool).
     """
-    num_samples = check_samples(submission)
+    check_samples(submission)
     if submission.HasField("timeout_ms") and submission.timeout_ms == 0:
         raise invalid("timeout_ms", "at least 1", 0)
     for field in ("request_id", "cache_salt"):
@@ -45,8 +43,10 @@ def to_requests(
         if length > MAX_NAME_LENGTH:
             raise invalid(field, f"at most {MAX_NAME_LENGTH} characters", length)
     if token_ids is None:
+        check_prompt_length(len(submission.token_ids), info.max_model_len)  # before it is copied
         token_ids = submission.token_ids[:]  # list() takes a third longer
     _check_prompt(token_ids, info)
+    check_lengths(submission.sampling, info)
     params = engine_pb2.SamplingParams()
     params.MergeFrom(defaults)
     params.MergeFrom(submission.sampling)  # a field that is set here wins
@@ -62,7 +62,7 @@ def to_requests(
         priority=submission.priority,
         client=client,
     )
-    return [first, *(_sample(first, index) for index in range(1, num_samples))]
+    return samples_of(first)
 
 
 def check_samples(submission: engine_pb2.Submission) -> int:
@@ -77,25 +77,8 @@ def check_samples(submission: engine_pb2.Submission) -> int:
     return sampling.n
 
 
-def _sample(first: Request, index: int) -> Request:
-    """Another sample of the same prompt. The prompt's log probabilities come with the first."""
-    seed = (first.sampling.seed + index) % (1 << 64)
-    sampling = replace(first.sampling, seed=seed, prompt_logprobs=None)
-    return replace(first, key=first.key + index, sampling=sampling)
-
-
-def resolved_proto(request: Request) -> engine_pb2.SamplingParams:
-    """The request's parameters with every default filled in, as Accepted tells them."""
-    return resolved_sampling(request.sampling)
-
-
 def _check_prompt(token_ids: list[int], info: RunnerInfo) -> None:
     if not token_ids:
         raise InvalidArgument("token_ids: at least one id, not an empty prompt", field="token_ids")
-    if len(token_ids) >= info.max_model_len:
-        raise PromptTooLong(
-            f"token_ids: {len(token_ids)} ids leave no room for output: prompt and output together "
-            f"have at most {info.max_model_len} tokens (max_model_len)",
-            field="token_ids",
-        )
+    check_prompt_length(len(token_ids), info.max_model_len)
     check_vocabulary("token_ids", token_ids, info)

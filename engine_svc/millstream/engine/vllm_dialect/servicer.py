@@ -21,6 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
 from millstream.engine.frontend.clients import api_key
+from millstream.engine.frontend.servicer import CANCELLATIONS_PER_TURN
 from millstream.engine.frontend.streams import Stream
 from millstream.engine.plan import RunnerInfo
 from millstream.engine.service import Dialect, EngineService
@@ -117,10 +118,13 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 self._service.count_message()
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        for request_id in request.request_ids:
-            if (running := self._running.get(request_id)) is not None:
+        for number, request_id in enumerate(request.request_ids, 1):
+            running = self._running.get(request_id)
+            if running is not None and not running.aborted:
                 running.aborted = True
                 self._service.cancel(running.stream, running.stream.live_handles)
+            if number % CANCELLATIONS_PER_TURN == 0:
+                await asyncio.sleep(0)
         return vllm.AbortResponse()
 
     # ---- what there is

@@ -13,7 +13,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from millstream.engine.validation.checks import invalid
+from millstream.engine.validation.checks import check_prompt_length, invalid
 from millstream.rpc.errors import InvalidArgument, MillstreamError, Unsupported
 from millstream.rpc.sampling_params import MAX_STOP_CHARS
 from millstream.rpc.values import UINT64_MAX
@@ -32,6 +32,7 @@ _SAME_NUMBERS = ("min_p", "frequency_penalty", "presence_penalty", "min_tokens")
 _ZERO_IS_UNSET = ("top_p", "repetition_penalty")
 _SAME_CONSTRAINTS = ("json_schema", "regex", "grammar")
 _TOP_K_MAX = 2**31 - 1
+_MOST_BIASES = 2**20  # no vocabulary is so large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +85,18 @@ def _is_set(message: Any, name: str) -> bool:
 
 def _prompt(request: vllm.GenerateRequest, max_model_len: int) -> list[int]:
     """The prompt's ids; of a prompt that is to be truncated, the last ones."""
-    token_ids = list(request.tokenized.input_ids)
-    params = request.sampling_params
-    if not params.HasField("truncate_prompt_tokens"):
-        return token_ids
-    keep = params.truncate_prompt_tokens
-    if keep == -1:  # as many as the model takes beside the output
-        output = params.max_tokens if params.HasField("max_tokens") else 1
-        keep = max(1, max_model_len - output)
-    if keep < 1:
-        raise _invalid("truncate_prompt_tokens", "-1, or at least 1", keep)
-    return token_ids[-keep:]
+    token_ids, params = request.tokenized.input_ids, request.sampling_params
+    keep = len(token_ids)
+    if params.HasField("truncate_prompt_tokens"):
+        keep = params.truncate_prompt_tokens
+        if keep == -1:  # as many as the model takes beside the output
+            output = params.max_tokens if params.HasField("max_tokens") else 1
+            keep = max(1, max_model_len - output)
+        if keep < 1:
+            raise _invalid("truncate_prompt_tokens", "-1, or at least 1", keep)
+    start = max(0, len(token_ids) - keep)
+    check_prompt_length(len(token_ids) - start, max_model_len)  # before they are copied
+    return list(token_ids[start:])
 
 
 def _sampling(params: vllm.SamplingParams) -> engine_pb2.SamplingParams:
@@ -134,6 +136,8 @@ def _sampling(params: vllm.SamplingParams) -> engine_pb2.SamplingParams:
 
 
 def _logit_bias(params: vllm.SamplingParams) -> dict[int, float]:
+    if len(params.logit_bias) > _MOST_BIASES:
+        raise _invalid("logit_bias", f"at most {_MOST_BIASES} ids", len(params.logit_bias))
     for token_id in params.logit_bias:
         if token_id < 0:
             raise _invalid("logit_bias", "token ids in the vocabulary", token_id)
@@ -155,6 +159,8 @@ def _constrain(ours: engine_pb2.SamplingParams, params: vllm.SamplingParams) -> 
 
 
 def _stop_strings(params: vllm.SamplingParams) -> StopStrings:
+    if len(params.stop) > MAX_STOP_CHARS:
+        raise _invalid("stop", f"at most {MAX_STOP_CHARS} strings", len(params.stop))
     strings = tuple(params.stop)
     if "" in strings:
         raise InvalidArgument(
