@@ -27,6 +27,8 @@ class Call:
 
     def cancel(self) -> None: ...
 
+    def add_done_callback(self, told: Any) -> None: ...
+
     def done(self) -> bool:
         return False
 
