@@ -31,6 +31,9 @@ class StubGraph:
     def replay(self) -> None:
         pass
 
+    def micros(self) -> int:
+        return 1
+
 
 class StubRunner:
     """ModelRunner's launch() with a device that takes no time."""

@@ -205,7 +205,7 @@ class ModelRunner:
         steps.kv_cache = self._kv_cache(num_blocks)
         self._phases.end("KV cache")
         if resolved.cuda_graphs:
-            steps.use_graphs(CudaGraphRecorder())
+            steps.use_graphs(CudaGraphRecorder(self._group))
             assert steps.graphs is not None
             steps.graphs.record(runner_parts.time_limit(_RECORDING_S, self._group))
             self._phases.end("graphs")
