@@ -3,7 +3,8 @@
     several targets --> a Connection and an Opener each --> those that are open --> choose()
 
 An engine that is away is left out, and tried again when somebody submits; only while none is there
-does anyone wait. What an engine has to do is counted here, from what this client gave it.
+does anyone wait. What an engine has to do, and may have cached, is told from what this client gave
+it.
 """
 
 from __future__ import annotations
