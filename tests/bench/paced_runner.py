@@ -1,5 +1,5 @@
-"""A runner without a model whose steps take as long as a GPU's: `--runner
-tests.bench.paced_runner:create`, or so many times as long as MILLSTREAM_PACE says.
+"""A runner without a model whose steps take as long as a GPU's, or so many times as long as
+MILLSTREAM_PACE says: `--runner` PACED.
 
 A step of Qwen3-0.6B on one H200, about: 0.9 ms, 4.3 ms for 256 sequences, 3 us a prompt's token.
 """
@@ -16,6 +16,7 @@ from millstream.engine.config import EngineConfig
 from millstream.engine.instant_runner import InstantRunner
 from millstream.engine.plan import Plan, RunnerInfo, StepResult
 
+PACED = "tests.bench.paced_runner:create"
 _STEP_S, _SEQUENCE_S, _PROMPT_TOKEN_S = 0.9e-3, 4.3e-3 / 256, 3e-6
 
 

@@ -19,12 +19,11 @@ import time
 from collections.abc import Iterator
 
 from tests.bench.json_lines import report
+from tests.bench.paced_runner import PACED
 from tests.engine_processes import EngineProcess
 
 from millstream.client import Client
 from millstream.client.workload import Requests, Workload
-
-_PACED = "tests.bench.paced_runner:create"
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2)
     arguments = parser.parse_args()
     os.environ["MILLSTREAM_PACE"] = str(arguments.slower)
-    runner = _PACED if arguments.runner == "paced" else "model"
+    runner = PACED if arguments.runner == "paced" else "model"
     with started(max(arguments.engines), runner) as targets:
         for target in targets:  # what is compiled, recorded or imported once
             tokens_per_s([target], Workload(num_requests=16), 1000)

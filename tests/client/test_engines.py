@@ -67,9 +67,68 @@ async def test_long_requests_count_for_more() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await long
         engines = client._services.engines
-        await until(lambda: not any(each.outstanding_tokens for each in engines._ready()))
+        await until(lambda: not any(each.load for each in engines._ready()))
         await client.generate([PROMPT] * 20, short, detokenize=False)
         assert sorted(map(submissions, services)) == [11, 30]
+
+
+def with_caches(services: list[FakeServices]) -> list[FakeServices]:
+    """Before a client comes: engines that say how much their KV caches hold."""
+    for each in services:
+        each.engine.info.limits.block_size, each.engine.info.limits.num_blocks = 16, 1 << 12
+    return services
+
+
+async def test_a_conversation_stays_where_its_prefix_is_cached() -> None:
+    async with several(3) as services, client_of(with_caches(services)) as client:
+        said = [[number] * 200 for number in range(6)]
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        await client.generate(said, params, detokenize=False)
+        assert [submissions(each) for each in services] == [2, 2, 2]
+        for turn in (said[3], said[1], said[3], said[3], said[5]):
+            before = [submissions(each) for each in services]
+            turn += turn[-1:] * 50
+            await client.generate(turn, params, detokenize=False)
+            (taker,) = (i for i in range(3) if submissions(services[i]) > before[i])
+            prompts = [
+                list(submission.token_ids)
+                for message in services[taker].engine.messages
+                for submission in message.submit
+            ]
+            assert turn[:200] in [prompt[:200] for prompt in prompts[:-1]]
+
+
+async def test_a_cached_prefix_is_no_reason_to_overload_an_engine() -> None:
+    """All begin with the same long document, which one engine has had."""
+    async with several(4) as services, client_of(with_caches(services)) as client:
+        for each in services:
+            each.engine.info.limits.max_num_seqs = 1000
+        document = [7] * 16_000
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        await client.generate(document, params, detokenize=False)
+        await client.generate(document, params, detokenize=False)
+        assert sorted(map(submissions, services)) == [0, 0, 0, 2], "alone it has nobody before it"
+        questions = [[*document, number, 1, 2, 3] for number in range(240)]
+        await client.generate(questions, params, detokenize=False)
+        assert max(map(submissions, services)) < 2 * min(map(submissions, services))
+
+
+async def test_the_tokens_that_are_cached_are_nothing_to_do() -> None:
+    async with several(2) as services, client_of(with_caches(services)) as client:
+        engines = client._services.engines
+        params = SamplingParams(max_tokens=5000, ignore_eos=True)
+        for each in services:
+            each.engine.step_s = 0.002
+        outstanding = []
+        for _ in range(2):
+            call = asyncio.create_task(client.generate([3] * 640, params, detokenize=False))
+            await until(lambda: any(each.engine.live for each in services))
+            outstanding.append(sum(each.load for each in engines._ready()))
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+            await until(lambda: not any(each.load for each in engines._ready()))
+        assert outstanding == [5160, 5000]
 
 
 async def test_who_would_wait_goes_to_an_engine_that_has_room() -> None:
@@ -90,9 +149,9 @@ async def test_who_would_wait_goes_to_an_engine_that_has_room() -> None:
             await batch
         engines = client._services.engines._ready()
         await until(lambda: not any(each.is_full for each in engines))
-        with engines[0].expecting(tokens=0, samples=3):
+        with engines[0].expecting(load=0, samples=3):
             assert not engines[0].is_full
-            with engines[0].expecting(tokens=0, samples=1):
+            with engines[0].expecting(load=0, samples=1):
                 assert engines[0].is_full
                 await client.generate(PROMPT, params[1], detokenize=False)
         assert sorted(map(submissions, services)) == [4, 11]
@@ -109,7 +168,7 @@ async def test_what_waits_for_places_counts() -> None:
         assert len(outputs) == 40
         assert [submissions(each) for each in services] == [20, 20]
         engines = client._services.engines._ready()
-        assert [engine.outstanding_tokens for engine in engines] == [0, 0]
+        assert [engine.load for engine in engines] == [0, 0]
 
 
 async def test_what_waits_for_room_counts() -> None:
@@ -120,13 +179,13 @@ async def test_what_waits_for_room_counts() -> None:
         batch = asyncio.create_task(client.generate([PROMPT] * 10, params, detokenize=False))
         await until(lambda: sum(each.engine.refused for each in services) == 20)
         engines = client._services.engines._ready()
-        wanted = 10 * (len(PROMPT) + 3)
-        await until(lambda: sum(engine.outstanding_tokens for engine in engines) == wanted)
+        wanted = 10 * (len(PROMPT) / 4 + 3)
+        await until(lambda: sum(engine.load for engine in engines) == wanted)
         batch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await batch
         # A last refusal may still be on its way.
-        await until(lambda: all(engine.outstanding_tokens == 0 for engine in engines))
+        await until(lambda: all(engine.load == 0 for engine in engines))
 
 
 @pytest.mark.parametrize("waits_for", ["places", "room"])

@@ -102,7 +102,7 @@ async def test_a_refused_request_frees_all_its_handles(
     with pytest.raises(QueueFull):
         async for _ in client.stream("abcd", SamplingParams(n=4)):
             pass
-    engine = await client._services.engine_stream()
+    engine = await client._services.any_engine()
     assert not engine._live
     assert not engine._num_samples
 
@@ -111,7 +111,7 @@ async def test_handles_are_consecutive_free_and_start_again(
     client: AsyncClient, services: FakeServices
 ) -> None:
     services.engine.step_s = 0.002
-    engine = await client._services.engine_stream()
+    engine = await client._services.any_engine()
     live = asyncio.create_task(client.generate("x", SamplingParams(n=2, ignore_eos=True)))
     await until(lambda: services.engine.live == 2)  # 1 and 2
     engine._last_handle = 2**32 - 3

@@ -48,11 +48,12 @@ class AsyncClient:
     ) -> None:
         """gRPC targets; None: not needed. Of several engines (`engine=[...]`, all with one model)
         each request goes to one that can run it at once, if there is one; of several, to the one
-        with the fewest outstanding tokens. One that is away is left out. What it had not accepted
-        goes to another, as does what finds a full queue. `timeout_s`: how long to wait until they
-        serve, before EngineUnavailable is raised. `api_key`: clients with the same one share one
-        client's part of the engine. `observer` is called with each message of an engine; a mapping
-        has one for each target. Raises InvalidArgument."""
+        with the least load, less what is saved where the prompt's beginning is cached. One that is
+        away is left out. What it had not accepted goes to another, as does what finds a full queue.
+        `timeout_s`: how long to wait until they serve, before EngineUnavailable is raised.
+        `api_key`: clients with the same one share one client's part of the engine. `observer` is
+        called with each message of an engine; a mapping has one for each target. Raises
+        InvalidArgument."""
         if not check_float("timeout_s", timeout_s) > 0:
             raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine
@@ -205,7 +206,7 @@ class AsyncClient:
         self._services.check_open()
         engine = tokenizer = None
         if self._services.engines:
-            engine = (await self._services.engine_stream()).engine
+            engine = (await self._services.any_engine()).engine
         if self._services.tokenizer:
             tokenizer = (await self._services.text_stream()).info
         return ServicesInfo(engine=engine, tokenizer=tokenizer)

@@ -21,6 +21,7 @@ from millstream.client.generation import Generation
 from millstream.client.logprobs import unpack
 from millstream.client.naming import from_service
 from millstream.client.places import Places
+from millstream.client.prefixes import KnownPrefixes
 from millstream.rpc.errors import (
     Cancelled,
     EngineFault,
@@ -50,6 +51,7 @@ class EngineStream:
         # More requests than this at once are refused as QUEUE_FULL; whoever has many waits here.
         limits = engine.limits
         self.places = Places(max(1, limits.max_num_seqs + limits.max_queued_requests))
+        self.prefixes = KnownPrefixes(limits)
         self._limit_bytes = min(
             limits.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_MAX_MESSAGE_BYTES
         )
@@ -58,8 +60,9 @@ class EngineStream:
         self._connection = connection
         self._observer = observer
         self._live: dict[int, Generation] = {}
-        self._live_tokens = 0
-        self._expected_tokens = self._expected_samples = 0
+        self._live_load = 0.0
+        self._expected_load = 0.0
+        self._expected_samples = 0
         self._num_samples: dict[int, int] = {}  # of first handles that the engine has not answered
         self._last_handle = 0
         self._submissions: list[tuple[engine_pb2.Submission, int]] = []  # with their sizes
@@ -96,9 +99,9 @@ class EngineStream:
         return self._error is not None
 
     @property
-    def outstanding_tokens(self) -> int:
-        """Of prompts and answers, at most, of the requests that are live or expected here."""
-        return self._live_tokens + self._expected_tokens
+    def load(self) -> float:
+        """Of the requests that are live or expected here, together."""
+        return self._live_load + self._expected_load
 
     @property
     def is_full(self) -> bool:
@@ -106,15 +109,15 @@ class EngineStream:
         return len(self._live) + self._expected_samples >= self.engine.limits.max_num_seqs
 
     @contextlib.contextmanager
-    def expecting(self, tokens: int, samples: int) -> Iterator[None]:
-        """A request of so many tokens, all samples together, will be submitted here: it waits for
+    def expecting(self, load: float, samples: int) -> Iterator[None]:
+        """A request of so many samples, each such a load, will be submitted here: it waits for
         places or for room."""
-        self._expected_tokens += tokens
+        self._expected_load += load * samples
         self._expected_samples += samples
         try:
             yield
         finally:
-            self._expected_tokens -= tokens
+            self._expected_load -= load * samples
             self._expected_samples -= samples
 
     def submit(self, submission: engine_pb2.Submission, samples: Sequence[Generation]) -> int:
@@ -131,7 +134,7 @@ class EngineStream:
                 field="prompt",
             )
         self._live.update(enumerate(samples, first))
-        self._live_tokens += sum(generation.most_tokens for generation in samples)
+        self._live_load += sum(generation.load for generation in samples)
         self._num_samples[first] = len(samples)
         self._submissions.append((submission, size))
         self._outgoing.set()
@@ -230,7 +233,7 @@ class EngineStream:
     def _take(self, handle: int) -> Generation:
         """A live request that has ended."""
         generation = self._live.pop(handle)
-        self._live_tokens -= generation.most_tokens
+        self._live_load -= generation.load
         return generation
 
     def _append(self, output: engine_pb2.StepOutput) -> list[Generation]:
@@ -269,6 +272,6 @@ class EngineStream:
             self._error = error
             self._call.cancel()
         live, self._live = self._live, {}
-        self._live_tokens = 0
+        self._live_load = 0.0
         for generation in live.values():
             generation.fail(copy(self._error))

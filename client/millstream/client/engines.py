@@ -1,9 +1,10 @@
 """The engines of one client: a request goes to the one that has least to do, and room for it.
 
-    several targets --> a Connection and an Opener each --> those that are open --> least_loaded()
+    several targets --> a Connection and an Opener each --> those that are open --> choose()
 
 An engine that is away is left out, and tried again when somebody submits; only while none is there
-does anyone wait. What an engine has to do is counted here, from what this client gave it.
+does anyone wait. What an engine has to do, and may have cached, is told from what this client gave
+it.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import statistics
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from millstream.client.connection import Connection
 from millstream.client.engine_stream import EngineStream
+from millstream.client.jobs import PROMPT_LOAD, Job
 from millstream.client.opener import Opener
+from millstream.client.prefixes import beginnings
 from millstream.client.types import Health
 from millstream.rpc.errors import EngineUnavailable, FingerprintMismatch, MillstreamError
 from millstream.rpc.values import check_list, check_text, refusal
 
 # Once one engine is open, at first: for the others, before all requests go to that one.
 _OTHERS_S = 1.0
+# The load that an engine may have beyond others' because prompts' beginnings are cached there: so
+# much, and a share of the mean. Else one that has what everybody asks about gets it all.
+_UNEVEN_LOAD, _UNEVEN_SHARE = 1024, 0.25
 
 
 def engine_targets(engine: str | Sequence[str] | None) -> list[str]:
@@ -76,14 +83,30 @@ class Engines:
                 self._reopening.add(task)
                 task.add_done_callback(self._reopening.discard)
 
-    def least_loaded(self, avoid: Collection[EngineStream] = ()) -> EngineStream:
-        """The open stream with the fewest outstanding tokens, one that is full only if all are, and
-        one of `avoid` only if there is no other. Raises EngineUnavailable."""
+    def any_ready(self) -> EngineStream:
+        """An open stream. Raises EngineUnavailable."""
+        for stream in self._ready():
+            return stream
+        raise EngineUnavailable("no engine is there any more")
+
+    def choose(self, job: Job, avoid: Collection[EngineStream] = ()) -> EngineStream:
+        """The open stream for an encoded job: the one with the least load, less what it saves there
+        that a prompt with this beginning came before. One that is full only if all are, and one of
+        `avoid` only if there is no other. Raises EngineUnavailable."""
         ready = self._ready()
-        if not ready:
-            raise EngineUnavailable("no engine is there any more")
-        others = [stream for stream in ready if stream not in avoid]
-        return min(others or ready, key=lambda each: (each.is_full, each.outstanding_tokens))
+        if len(ready) < 2:
+            return self.any_ready()
+        submission = job.submission
+        numbers = beginnings(submission.cache_salt, submission.token_ids)
+        cached = {each: each.prefixes.num_tokens(numbers) for each in ready}
+        most = _UNEVEN_LOAD + _UNEVEN_SHARE * statistics.fmean(each.load for each in ready)
+        chosen = min(
+            [stream for stream in ready if stream not in avoid] or ready,
+            key=lambda each: (each.is_full, each.load - min(cached[each] * PROMPT_LOAD, most)),
+        )
+        job.cached_tokens = cached[chosen]
+        chosen.prefixes.add(numbers)
+        return chosen
 
     async def check(self) -> Health | None:
         """Of the healthiest; None without engines."""

@@ -167,7 +167,7 @@ class Executor:
         """Submits a job, again while the queue is full unless it may move to another engine;
         returns what has ended. None: of several engines, this one went away while the job waited
         to be submitted."""
-        with engine.expecting(job.most_tokens, job.num_samples):
+        with engine.expecting(job.load, job.num_samples):
             taking = engine.places.take(job.num_samples)
             places = await until(deadline, taking, "the engine had room")
         try:
@@ -182,7 +182,7 @@ class Executor:
                 full = samples.found_queue_full
                 if full is None or may_move or attempt == job.max_retries:
                     return samples
-                with engine.expecting(job.most_tokens, job.num_samples):
+                with engine.expecting(job.load, job.num_samples):
                     await self._wait_for_room(full, attempt, deadline)
             raise AssertionError("there is no last attempt")
         finally:
@@ -197,8 +197,8 @@ class Executor:
     ) -> tuple[EngineStream, TextStream | None]:
         there = "the services were there"
         if job.source is None and not job.detokenize:
-            return await until(deadline, self._services.engine_stream(tried), there), None
-        return await until(deadline, self._services.both(tried), there)
+            return await until(deadline, self._services.engine_stream(job, tried), there), None
+        return await until(deadline, self._services.both(job, tried), there)
 
 
 def _deadline(job: Job) -> float | None:

@@ -17,7 +17,6 @@ from copy import copy
 from dataclasses import replace
 from typing import Protocol
 
-from millstream.client.load import most_tokens
 from millstream.client.naming import from_service
 from millstream.client.types import Delta, FinishReason, Logprob, Output, Timings, Usage
 from millstream.rpc.errors import EngineFault, EngineUnavailable, MillstreamError
@@ -58,6 +57,7 @@ class Generation:
         "_text_closed",
         "_texts",
         "follow",
+        "load",
         "logprobs",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -73,15 +73,18 @@ class Generation:
         sample: int = 0,
         follow: bool = False,
         hold_ids: bool = False,
+        load: float = 0,
     ) -> None:
         """`changed`: set when there is something for the reader. `sampling`: what the user asked
         for. `sample`: its number among the samples of the prompt. `follow`: act on each piece, not
-        only at the end; for streams and stop strings. `hold_ids`: show no ids before the end."""
+        only at the end; for streams and stop strings. `hold_ids`: show no ids before the end.
+        `load`: as its job's."""
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob | None] = [None]  # nothing comes before the first token
         self.follow = follow
+        self.load = load
         self._sampling = sampling
         self._sample = sample
         self._include_stop = sampling.include_stop
@@ -99,11 +102,6 @@ class Generation:
         self._confirmed = 0  # tokens that a reader may see
         self._shown = 0  # tokens that `take` returned
         self._changed = changed
-
-    @property
-    def most_tokens(self) -> int:
-        """That it may make an engine compute, as far as is known."""
-        return most_tokens(len(self.prompt_token_ids), self._sampling)
 
     def bind(self, *, cancel: Callable[[], None], text: TextSink | None) -> None:
         """Called once, at submission: how to cancel at the engine, and the text session."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, overload
 
-from millstream.client.load import most_tokens
 from millstream.rpc.errors import InvalidArgument, MillstreamError
 from millstream.rpc.sampling_params import SamplingParams, to_proto
 from millstream.rpc.values import (
@@ -27,6 +26,10 @@ from millstream.rpc.values import (
 from millstream.v1 import engine_pb2, tokenizer_pb2
 
 _INT32 = (-(2**31), 2**31 - 1)
+# A prompt's token takes a fourth to a sixth of the time that one of an answer does in a full batch
+# (docs/performance.md).
+PROMPT_LOAD = 0.25
+_USUAL_TOKENS = 512  # of an answer whose length nobody bounded
 _MAX_SAMPLES = 1024  # handles that a request may take; the engine's own limit is lower
 
 Prompt = str | Sequence[int]
@@ -72,11 +75,15 @@ class Job:
     sampling: SamplingParams
     stop: tuple[str, ...]
     bad_words: tuple[str, ...]  # texts whose ids are still to be added to submission.sampling
+    cached_tokens: int = 0  # of the prompt, that the engine it goes to has had before
 
     @property
-    def most_tokens(self) -> int:
-        """That an encoded job may make an engine compute, all samples together."""
-        return self.num_samples * most_tokens(len(self.submission.token_ids), self.sampling)
+    def load(self) -> float:
+        """What one sample of an encoded job is for its engine, at most, as far as is known: in
+        tokens of answers."""
+        answer = self.sampling.max_tokens
+        prompt = len(self.submission.token_ids) - self.cached_tokens
+        return prompt * PROMPT_LOAD + (_USUAL_TOKENS if answer is None else answer)
 
     @property
     def num_samples(self) -> int:

@@ -13,6 +13,7 @@ import grpc
 from millstream.client.connection import Connection, closing_told
 from millstream.client.engine_stream import EngineStream, Observers
 from millstream.client.engines import Engines, check_target, engine_targets
+from millstream.client.jobs import Job
 from millstream.client.opener import Opener
 from millstream.client.text import TextStream
 from millstream.rpc.errors import (
@@ -58,20 +59,27 @@ class Services:
             self.tokenizer = connect(target=target, kind="tokenizer", service=_TOKENIZER)
         self._text = Opener(self._open_text)
 
-    async def engine_stream(self, avoid: Collection[EngineStream] = ()) -> EngineStream:
-        """The open Generate stream of the engine with least to do, which may be another at the next
-        await. Raises EngineUnavailable."""
+    async def any_engine(self) -> EngineStream:
+        """An open Generate stream. Raises EngineUnavailable."""
         await self.engines.opened()
-        return self.engines.least_loaded(avoid)
+        return self.engines.any_ready()
+
+    async def engine_stream(self, job: Job, avoid: Collection[EngineStream] = ()) -> EngineStream:
+        """The open Generate stream of the engine for an encoded job, which may be another at the
+        next await. Raises EngineUnavailable."""
+        await self.engines.opened()
+        return self.engines.choose(job, avoid)
 
     async def text_stream(self) -> TextStream:
         """The open Detokenize stream. Raises EngineUnavailable."""
         return await self._text.get()
 
-    async def both(self, avoid: Collection[EngineStream] = ()) -> tuple[EngineStream, TextStream]:
+    async def both(
+        self, job: Job, avoid: Collection[EngineStream] = ()
+    ) -> tuple[EngineStream, TextStream]:
         """Both streams, for text: raises FingerprintMismatch if they are not for one tokenizer."""
         _, text = await asyncio.gather(self.engines.opened(), self.text_stream())
-        engine = self.engines.least_loaded(avoid)
+        engine = self.engines.choose(job, avoid)
         ours, theirs = engine.engine.tokenizer_fingerprint, text.info.fingerprint
         if ours and ours != theirs:  # an engine without tokenizer files has none
             raise FingerprintMismatch(

@@ -36,6 +36,7 @@ def submit(
             # A match inside a longer stop string waits for that one: it may end before tokens that
             # have been answered for.
             hold_ids=_nested(job.stop),
+            load=job.load,
         )
         for sample in range(job.num_samples)
     ]
