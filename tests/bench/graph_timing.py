@@ -21,6 +21,11 @@ def graph_time(calls: Sequence[Callable[[], object]], *, replays: int = 20) -> f
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return replay_time(graph, replays) / len(calls)
+
+
+def replay_time(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Seconds of a replay, the median."""
     for _ in range(3):
         graph.replay()
     times = []
@@ -31,7 +36,7 @@ def graph_time(calls: Sequence[Callable[[], object]], *, replays: int = 20) -> f
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times) / len(calls)
+    return statistics.median(times)
 
 
 def copy_bandwidth() -> float:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import subprocess
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.bench.graph_timing import replay_time
 from tests.bench.json_lines import report
 
 from millstream.engine.ranks.collectives import enter_store, make_group, open_store
@@ -133,17 +133,7 @@ def time_in_graph(call: Any, repeats: int = 20, replays: int = 10) -> float:
     for _ in range(repeats):
         call()
     graph.capture_end()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * before.elapsed_time(after) / repeats)
-    return statistics.median(times)
+    return 1e6 * replay_time(graph, replays) / repeats
 
 
 if __name__ == "__main__":
