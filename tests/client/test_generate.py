@@ -102,6 +102,20 @@ async def test_the_first_of_many_prompts_leave_while_the_others_are_checked(
     assert len(services.engine.messages) < 50, "many in each"
 
 
+async def test_lists_that_change_while_prompts_are_checked_are_as_they_were(
+    client: AsyncClient,
+) -> None:
+    """A list that became shorter left out prompts, in silence."""
+    watched = WatchedPrompt([1])
+    prompts = [watched] * 300
+    params = [SamplingParams(max_tokens=1)] * 300
+    request_ids = [f"r{i}" for i in range(300)]
+    lists: list[list[Any]] = [prompts, params, request_ids]
+    watched.seen = lambda: [each.clear() for each in lists] and None
+    outputs = await client.generate(prompts, params, request_id=request_ids, detokenize=False)
+    assert [output.request_id for output in outputs] == [f"r{i}" for i in range(300)]
+
+
 async def test_a_call_that_is_cancelled_while_its_prompts_are_checked_ends_all(
     client: AsyncClient, services: FakeServices
 ) -> None:

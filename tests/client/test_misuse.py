@@ -13,7 +13,7 @@ import pytest
 from tests.fake_services import FakeServices, fake_services
 
 from millstream.client import AsyncClient, Client, SamplingParams
-from millstream.rpc.errors import EngineUnavailable, InvalidArgument
+from millstream.rpc.errors import EngineFault, EngineUnavailable, InvalidArgument
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -126,6 +126,15 @@ def test_an_observer_may_not_wait_for_its_own_client(
         assert client.generate("ab").text == "ab"
     assert errors
     assert "own thread" in errors[0]
+
+
+async def test_an_observer_that_raises_is_named(services: FakeServices) -> None:
+    def observe(message: object) -> None:
+        raise ValueError("a fault of mine")
+
+    async with AsyncClient(services.target, services.target, observer=observe) as client:
+        with pytest.raises(EngineFault, match=r"^the observer raised ValueError.*a fault of mine"):
+            await client.generate("ab")
 
 
 FORK = """

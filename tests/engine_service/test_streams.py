@@ -22,7 +22,16 @@ from millstream.engine.frontend.streams import (
     Stream,
 )
 from millstream.engine.plan import TokenLogprobs
+from millstream.engine.request import GrammarKind, GrammarSpec, Sampling
+from millstream.engine.validation.sampling import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKEN_IDS,
+    resolved_sampling,
+)
+from millstream.engine.validation.structured_output import MAX_GRAMMAR_CHARS
 from millstream.rpc.errors import EngineFault, EngineUnavailable
+from millstream.rpc.options import LEAST_MAX_MESSAGE_BYTES
 from millstream.v1 import engine_pb2
 
 
@@ -193,6 +202,34 @@ async def test_many_accepted_requests_take_several_messages_and_precede_their_to
     assert [len(message.output.handles) for message in messages] == [0, 0, len(handles)]
     assert [len(message.finished) for message in messages] == [0, 0, len(handles)]
     assert await nothing_comes(stream)
+
+
+async def test_a_message_with_the_largest_accepted_request_is_one_that_every_client_takes() -> None:
+    """It names each id of Qwen3's vocabulary twice, comes behind many others, and before tokens."""
+    vocabulary = range(151_936)
+    largest = Sampling(
+        max_tokens=1,
+        seed=2**64 - 1,
+        stop_token_ids=tuple(vocabulary[-MAX_STOP_TOKEN_IDS:]),
+        logit_bias=tuple((token_id, 0.5) for token_id in vocabulary),
+        allowed_token_ids=tuple(vocabulary),
+        bad_words=(tuple(vocabulary[-MAX_BAD_WORD_TOKENS:]),) * MAX_BAD_WORDS,
+        grammar=GrammarSpec(kind=GrammarKind.REGEX, text="\U0001f600" * MAX_GRAMMAR_CHARS),
+    )
+    stream = Stream(1)
+    usual = resolved_sampling(Sampling(max_tokens=1, stop_token_ids=(1,) * 1000))
+    count = MAX_ACCEPTED_BYTES // usual.ByteSize() - 10
+    for handle in range(count):
+        stream.accept(handle, None, partial(engine_pb2.Accepted, handle=handle, sampling=usual))
+    sampling = resolved_sampling(largest)
+    stream.accept(count, None, partial(engine_pb2.Accepted, handle=count, sampling=sampling))
+    add_step(stream, [count] * 100, [7] * 100, finished(count))
+    messages: list[engine_pb2.GenerateResponse] = []
+    while not messages or not messages[-1].finished:
+        messages.append(await take(stream))
+    assert sum(len(message.accepted) for message in messages) == count + 1
+    assert max(message.ByteSize() for message in messages) < LEAST_MAX_MESSAGE_BYTES
+    assert len(messages[-1].accepted) == 0, "there is room for all that may come with tokens"
 
 
 async def test_a_handle_is_in_use_until_its_end_is_taken() -> None:

@@ -153,6 +153,7 @@ def test_an_unknown_handle(session: DetokenizeSession) -> None:
 def test_what_is_open_is_bounded(
     session: DetokenizeSession,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     limit: str,
     most: int,
     stop: list[str],
@@ -167,6 +168,7 @@ def test_what_is_open_is_bounded(
     session.answer(DetokenizeRequest(close=[3] * (not stop)))
     assert not session.answer(opening(4, 5, 6, stop=stop)).failed
     assert failures(session.answer(opening(7, stop=stop))) == [(7, "QUEUE_FULL")]
+    assert not caplog.records, "nothing is wrong here"
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ class AsyncClient:
         away is left out. What it had not accepted goes to another, as does what finds a full queue.
         `timeout_s`: how long to wait until they serve, before EngineUnavailable is raised.
         `api_key`: clients with the same one share one client's part of the engine. `observer` is
-        called with each message of an engine; a mapping has one for each target. Raises
-        InvalidArgument."""
+        called with each message of an engine; a mapping has one for each target; what it raises
+        ends the requests there. Raises InvalidArgument."""
         if not check_float("timeout_s", timeout_s) > 0:
             raise refusal("timeout_s", "seconds above 0", timeout_s)
         self.engine_target = engine

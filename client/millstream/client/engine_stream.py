@@ -195,7 +195,10 @@ class EngineStream:
     async def _read(self) -> None:
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                self._observer(message)
+                try:
+                    self._observer(message)
+                except Exception as failure:
+                    raise EngineFault(f"the observer raised {failure!r}") from failure
                 self._dispatch(message)
             error: MillstreamError = EngineUnavailable(
                 f"the engine at {self._connection.target} closed the stream"
@@ -205,6 +208,8 @@ class EngineStream:
         except asyncio.CancelledError:
             self._break(Cancelled("the client was closed"))
             raise
+        except MillstreamError as failure:
+            error = failure
         except Exception as failure:
             error = EngineFault(f"cannot read the engine's message: {failure!r}")
         self._break(error)

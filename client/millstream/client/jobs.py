@@ -1,4 +1,4 @@
-"""What the user asks for, checked and turned into protobuf, before any call is made.
+"""What the user asks for, checked and turned into protobuf, before it is part of any call.
 
 A job is one prompt with its parameters. In a list a bad prompt does not spoil the others: its place
 holds the exception.
@@ -146,8 +146,9 @@ def jobs_of(
     params: SamplingParams | Sequence[SamplingParams] | None,
     options: RequestOptions,
 ) -> Iterator[Job | MillstreamError]:
-    """A job for each prompt or chat, or why there is none, made when it is drawn; `make` is
-    prompt_job or chat_job. Raises InvalidArgument unless params are one for all or one for each."""
+    """A job for each prompt or chat, or why there is none, made when it is drawn, of what the lists
+    have now; `make` is prompt_job or chat_job. Raises InvalidArgument unless params are one for all
+    or one for each."""
     all_params = _each("sampling_params", params, len(items), (SamplingParams, type(None)))
     ids = _each("request_id", options.get("request_id", ""), len(items), str)
 
@@ -258,6 +259,6 @@ def _each(name: str, value: Any, count: int, kind: Any) -> Sequence[Any]:
         return [value] * count
     if isinstance(value, Sequence):
         if len(value) == count:
-            return value
+            return list(value)
         raise InvalidArgument(f"{name}: {len(value)} for {count} prompts", field=name)
     raise refusal(name, "one for all or a list with one for each", value)

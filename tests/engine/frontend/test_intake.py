@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from tests.engine_processes import submission
 from tests.toy_runner import toy_info
 
@@ -82,6 +83,21 @@ async def test_ids_of_one_message_and_of_what_is_on_hold_count(monkeypatch: Any)
     core.compiled.set()
     await held.task
     assert [request.key & 0xFF for request in core.requests] == [0, 2, 5]
+
+
+@pytest.mark.parametrize("grammar", [{}, {"regex": "a+"}])
+async def test_ids_count_once_for_each_sample(
+    monkeypatch: pytest.MonkeyPatch, grammar: dict[str, Any]
+) -> None:
+    """Of what is in the same message, or on hold."""
+    monkeypatch.setattr(admission, "MAX_LIVE_IDS", 1000)
+    intake, stream = intake_of(NotingCore()), Stream(1)
+    stream.client.num_live = 1
+    intake.submit(
+        stream, [submission(0, [1] * 200, n=4, **grammar), submission(9, [1] * 201)], None
+    )
+    assert [each.handle for each in (await taken(stream)).rejected] == [9]
+    stream.close()
 
 
 async def taken(stream: Stream) -> engine_pb2.GenerateResponse:

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -293,28 +294,42 @@ def test_rows_filled_together_are_those_filled_alone(vocabulary: Any) -> None:
     assert allowed(states[1]) == set(EOS)
 
 
+@pytest.mark.parametrize("culprit", [True, False])
 def test_rows_that_were_slow_together_are_filled_alone_once(
-    vocabulary: Any, monkeypatch: pytest.MonkeyPatch
+    vocabulary: Any, monkeypatch: pytest.MonkeyPatch, culprit: bool
 ) -> None:
-    """Or nobody would know whose walk it is that takes so long."""
+    """Or nobody would know whose walk it is that takes so long; if it is nobody's alone, they are
+    as slow as that from then on, and together."""
     alone: list[GrammarState] = []
     compute = GrammarState._compute
+    slow_s = 2 * grammar._SLOW_TOGETHER_S
+    wall_s = took_s = processor_s = 0.0
 
     def noted(state: GrammarState, row: MaskRow) -> None:
+        nonlocal processor_s
+        processor_s += grammar._ALLOWED_PER_TOKEN_S * (2.1 if culprit and not alone else 0.9)
         alone.append(state)
         compute(state, row)
 
-    monkeypatch.setattr(GrammarState, "_compute", noted)
-    monkeypatch.setattr(grammar, "_SLOW_TOGETHER_S", 0.0)  # as any are
+    def later() -> float:
+        nonlocal wall_s
+        wall_s += took_s
+        return wall_s
+
     states = [compile_grammar(vocabulary, spec("regex", "a*")).start() for _ in range(3)]
-    fill, expected = ParallelFill(2), []
-    alone.clear()
-    for number in range(4):
+    clock = SimpleNamespace(perf_counter=later, thread_time=lambda: processor_s)
+    monkeypatch.setattr(grammar, "time", clock)
+    monkeypatch.setattr(GrammarState, "_compute", noted)
+    fill, in_turn = ParallelFill(2), []
+    for each_s in [slow_s] * 6 + [0.0] + [slow_s] * 2:
+        took_s = each_s
+        alone.clear()
         fill.fill_ahead(states)
         for state in states:
             accept_text(state, "a")
-        expected += states if number % 2 else []
-        assert alone == expected
+        in_turn.append(alone == states)
+    assert in_turn[:6] == [False, True, False, culprit, False, culprit]
+    assert in_turn[6:] == [False, False, True], "they were fast in between"
 
 
 def test_a_walk_that_takes_too_long_ends(vocabulary: Any, monkeypatch: pytest.MonkeyPatch) -> None:

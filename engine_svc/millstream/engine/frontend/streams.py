@@ -24,9 +24,9 @@ from millstream.v1 import engine_pb2
 # A merged message stops growing here (tokens and log probabilities together): well below gRPC's
 # default limit of 4 MiB.
 MAX_VALUES_PER_MESSAGE = 1 << 16
-# So do lists of accepted and of refused requests, in bytes; one of the former may be twice as
-# large, when it names every token id of a large vocabulary.
-MAX_ACCEPTED_BYTES = 1 << 20
+# So do lists of accepted and of refused requests, in bytes. One of the former may be six times as
+# large, when it names every token id of a large vocabulary; nothing comes behind it.
+MAX_ACCEPTED_BYTES = 1 << 19
 # While more finished and refused requests than this wait to be sent, no submissions are read.
 MAX_ENDED_UNSENT = 4096
 
@@ -243,7 +243,7 @@ class Stream:
             accepted = self._accepted.popleft()()
             size += accepted.ByteSize()
             message.accepted.append(accepted)
-        if self._accepted:
+        if self._accepted or size >= MAX_ACCEPTED_BYTES:
             return message
         while self._rejected and size < MAX_ACCEPTED_BYTES:
             rejected = self._rejected.popleft()

@@ -35,7 +35,7 @@ _TOO_MUCH_AT_ONCE = "too many expressions"  # of one step
 # What a walk may take of the engine's loop, which all requests wait for: a mask of a usual grammar
 # takes 40 us, one of an ambiguous grammar more with each token, in the end tenths of a second.
 _ALLOWED_S, _ALLOWED_PER_TOKEN_S = 0.5, 0.004  # of processor time
-_SLOW_TOGETHER_S = 0.02  # hundreds of rows that are filled together take less
+_SLOW_TOGETHER_S = 0.02  # hundreds of usual rows that are filled together take less
 _FEWEST_SHARING = 3  # walks that are worth a spare lexer: a trial, and those of two requests
 
 
@@ -236,15 +236,27 @@ class ParallelFill:
 
     def __init__(self, num_threads: int) -> None:
         self._executor = LLExecutor(num_threads)
-        self._was_slow = False
+        self._slow_s = _SLOW_TOGETHER_S
+        self._took_s = 0.0  # together, the last time
+        self._alone: list[tuple[GrammarState, float]] = []  # since then, and what each had left
 
     def fill_ahead(self, states: Sequence[GrammarState]) -> None:
         """Has the next fill() of each state, at least one of one vocabulary, find its row. Not the
-        next time after one that was slow: then each shows how much of that it takes."""
-        if self._was_slow:
-            self._was_slow = False
+        next time after one that was slow: then each shows how much of that it takes. If none takes
+        much, so many rows just take so long, and may from then on."""
+        if self._alone:
+            if all(state.left_s > left_s - _ALLOWED_PER_TOKEN_S for state, left_s in self._alone):
+                self._slow_s = 2 * self._took_s
+            self._alone = []
+        elif self._took_s > self._slow_s:
+            self._alone = [(state, state.left_s) for state in states]
             return
         started_s = time.perf_counter()
+        self._fill(states)
+        self._took_s = time.perf_counter() - started_s
+        self._slow_s = max(_SLOW_TOGETHER_S, min(self._slow_s, 4 * self._took_s))
+
+    def _fill(self, states: Sequence[GrammarState]) -> None:
         rows: MaskRow = np.empty((len(states), states[0]._mask_words), dtype=np.int32)
         matchers = [(state._matcher, index) for index, state in enumerate(states)]
         self._executor.unsafe_compute_mask_ptr(
@@ -252,7 +264,6 @@ class ParallelFill:
         )
         for state, row in zip(states, rows, strict=True):
             state._filled = row
-        self._was_slow = time.perf_counter() - started_s > _SLOW_TOGETHER_S
 
 
 def _raise_error(matcher: LLMatcher) -> None:
