@@ -359,71 +359,96 @@ async def test_reading_waits_while_too_many_ends_are_unsent() -> None:
         await room
 
 
-@pytest.mark.parametrize("seed", range(20))
-async def test_random_steps_and_readers(seed: int) -> None:
-    """Whatever the reader's pace: every token once and in order, accepted before tokens before the
-    end, and no message with two requests of one handle."""
-    rng = random.Random(seed)
-    stream = Stream(1)
-    # (handle, nth use): tokens with their log probabilities, those of the prompt first
-    sent: dict[tuple[int, int], list[tuple[int, TokenLogprobs | None]]] = {}
-    got: dict[tuple[int, int], list[tuple[int, TokenLogprobs | None]]] = {}
-    uses = dict.fromkeys(range(6), 0)
-    begun = dict.fromkeys(range(6), 0)
-    ended: set[int] = set(range(6))
+Scored = tuple[int, TokenLogprobs | None]  # a token with its log probabilities; -1: the prompt's
 
-    def step() -> None:
-        prompts: list[tuple[int, list[TokenLogprobs]]] = []
-        for handle in range(6):
-            if not stream.in_use(handle) and rng.random() < 0.3:
-                uses[handle] += 1
-                accept(stream, handle)
-                prompt = [scores(rng.randrange(100)) for _ in range(rng.choice([0, 0, 3]))]
-                sent[handle, uses[handle]] = [(-1, entry) for entry in prompt]
-                prompts.append((handle, prompt))
-        live = rng.sample(stream.live_handles, rng.randint(0, len(stream.live_handles)))
+
+class RandomSteps:
+    """Steps of a few requests, whose handles are used again and again, for a stream."""
+
+    def __init__(self, stream: Stream, rng: random.Random) -> None:
+        self.sent: dict[tuple[int, int], list[Scored]] = {}  # by handle and how often it was used
+        self._stream = stream
+        self._rng = rng
+        self._uses = dict.fromkeys(range(6), 0)
+
+    def step(self) -> None:
+        rng = self._rng
+        prompts = [each for handle in self._uses if (each := self._begin(handle)) is not None]
+        live_handles = self._stream.live_handles
+        live = rng.sample(live_handles, rng.randint(0, len(live_handles)))
         tokens = [rng.randrange(2**24) for _ in live]
         entries = [
             scores(token) if handle % 2 else None
             for handle, token in zip(live, tokens, strict=True)
         ]
         for handle, token, entry in zip(live, tokens, entries, strict=True):
-            sent[handle, uses[handle]].append((token, entry))
+            self.sent[handle, self._uses[handle]].append((token, entry))
         ends = finished(*(h for h in live if rng.random() < 0.2))
-        add_step(stream, live, tokens, ends, entries if any(entries) else (), prompts)
+        add_step(self._stream, live, tokens, ends, entries if any(entries) else (), prompts)
 
-    def read(message: engine_pb2.GenerateResponse) -> None:
+    def _begin(self, handle: int) -> tuple[int, list[TokenLogprobs]] | None:
+        """Now and then a request, with what its prompt scored."""
+        if self._stream.in_use(handle) or self._rng.random() >= 0.3:
+            return None
+        self._uses[handle] += 1
+        accept(self._stream, handle)
+        prompt = [scores(self._rng.randrange(100)) for _ in range(self._rng.choice([0, 0, 3]))]
+        self.sent[handle, self._uses[handle]] = [(-1, entry) for entry in prompt]
+        return handle, prompt
+
+
+class Reader:
+    """Reads messages; a request's parts must come in order: accepted, tokens, the end."""
+
+    def __init__(self) -> None:
+        self.got: dict[tuple[int, int], list[Scored]] = {}  # as RandomSteps.sent
+        self._begun = dict.fromkeys(range(6), 0)
+        self._ended = set(range(6))
+
+    def read(self, message: engine_pb2.GenerateResponse) -> None:
         for accepted in message.accepted:
-            assert accepted.handle in ended
-            ended.discard(accepted.handle)
-            begun[accepted.handle] += 1
-            got[accepted.handle, begun[accepted.handle]] = []
+            assert accepted.handle in self._ended
+            self._ended.discard(accepted.handle)
+            self._begun[accepted.handle] += 1
+            self.got[accepted.handle, self._begun[accepted.handle]] = []
         for piece in message.prompt_logprobs:
-            assert piece.handle not in ended
-            entries = unpack(piece.logprobs)
-            got[piece.handle, begun[piece.handle]] += [(-1, entry) for entry in entries]
-        counts = message.output.counts or [1] * len(message.output.handles)
-        entries = [None] * len(message.output.token_ids)
-        if message.output.HasField("logprobs"):
-            entries = unpack(message.output.logprobs)
-        token_ids = iter(zip(message.output.token_ids, entries, strict=True))
-        for handle, count in zip(message.output.handles, counts, strict=True):
-            assert handle not in ended
-            got[handle, begun[handle]] += [next(token_ids) for _ in range(count)]
-        assert next(token_ids, None) is None
+            self._of(piece.handle).extend((-1, entry) for entry in unpack(piece.logprobs))
+        self._read_tokens(message.output)
         for end in message.finished:
-            assert end.handle not in ended
-            ended.add(end.handle)
+            assert end.handle not in self._ended
+            self._ended.add(end.handle)
 
+    def _read_tokens(self, output: engine_pb2.StepOutput) -> None:
+        counts = output.counts or [1] * len(output.handles)
+        entries = [None] * len(output.token_ids)
+        if output.HasField("logprobs"):
+            entries = unpack(output.logprobs)
+        token_ids = iter(zip(output.token_ids, entries, strict=True))
+        for handle, count in zip(output.handles, counts, strict=True):
+            self._of(handle).extend([next(token_ids) for _ in range(count)])
+        assert next(token_ids, None) is None
+
+    def _of(self, handle: int) -> list[Scored]:
+        assert handle not in self._ended
+        return self.got[handle, self._begun[handle]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_random_steps_and_readers(seed: int) -> None:
+    """Whatever the reader's pace: every token once and in order, accepted before tokens before the
+    end, and no message with two requests of one handle."""
+    rng = random.Random(seed)
+    stream = Stream(1)
+    steps, reader = RandomSteps(stream, rng), Reader()
     for _ in range(200):
-        step()
+        steps.step()
         while rng.random() < 0.4 and not await nothing_comes_now(stream):
-            read(await take(stream))
+            reader.read(await take(stream))
     add_step(stream, [], [], finished(*stream.live_handles))
     stream.end_when_idle(None)
     while (message := await stream.next()) is not None:
-        read(message)
-    assert got == sent
+        reader.read(message)
+    assert reader.got == steps.sent
     assert not any(stream.in_use(handle) for handle in range(6))
 
 
