@@ -117,6 +117,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             + grammar
         )
 
+    @property
+    def num_ids_of_all(self) -> int:
+        """The same of all samples of its prompt together."""
+        return self.sampling.n * self.num_ids
+
 
 def samples_of(first: Request) -> list[Request]:
     """A request for each sample of the prompt, with consecutive keys and seeds, that share all that

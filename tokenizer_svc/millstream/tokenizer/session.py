@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from millstream.rpc.errors import (
     DuplicateHandle,
@@ -71,17 +71,20 @@ class DetokenizeSession:
             answer.fail(handle, DuplicateHandle(f"{field}: {handle} is open already", field=field))
         else:
             try:
+                num_stop_chars = self._check_stops(opening.stop)
                 self._sequences[handle] = self._sequence(opening)
-                if size := sum(map(len, opening.stop)):
-                    self._stop_chars[handle] = size
-                    self._num_stop_chars += size
+                if num_stop_chars:
+                    self._stop_chars[handle] = num_stop_chars
+                    self._num_stop_chars += num_stop_chars
             except Exception as error:
                 answer.fail(handle, _reported(error, "open.context_token_ids"))
 
-    def _sequence(self, opening: tokenizer_pb2.DetokenizeOpen) -> Detokenizer:
-        if "" in opening.stop:
+    def _check_stops(self, stops: Sequence[str]) -> int:
+        """How many characters they have. Raises InvalidArgument, or QueueFull where no more can be
+        open."""
+        if "" in stops:
             raise InvalidArgument("open.stop: a stop string is empty", field="open.stop")
-        if (size := sum(map(len, opening.stop))) > MAX_STOP_CHARS:
+        if (size := sum(map(len, stops))) > MAX_STOP_CHARS:
             raise InvalidArgument(
                 f"open.stop: at most {MAX_STOP_CHARS} characters together, not {size}",
                 field="open.stop",
@@ -89,6 +92,9 @@ class DetokenizeSession:
         too_many = len(self._sequences) >= MAX_OPEN
         if too_many or self._num_stop_chars + size > MAX_OPEN_STOP_CHARS:
             raise QueueFull("open: too many sequences, or stop strings of those, are open")
+        return size
+
+    def _sequence(self, opening: tokenizer_pb2.DetokenizeOpen) -> Detokenizer:
         skip = opening.skip_special_tokens if opening.HasField("skip_special_tokens") else True
         return Detokenizer(
             self._codec.text_decoder(skip_special_tokens=skip),

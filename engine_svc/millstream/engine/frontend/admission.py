@@ -85,7 +85,7 @@ class Admission:
         most = MAX_LIVE_IDS
         if stream.client.num_live == 0:
             most += -(-MAX_LIVE_IDS // _RESERVE)
-        if num_ids and num_ids + len(samples) * samples[0].num_ids > most:
+        if num_ids and num_ids + samples[0].num_ids_of_all > most:
             raise QueueFull(
                 f"requests with {num_ids} token ids run and wait already",
                 retry_after_s=self._places.retry_after_s(len(samples)),

@@ -65,7 +65,7 @@ class Intake:
                 continue
             firsts.append(samples[0])
             num_new += len(samples)
-            num_new_ids += len(samples) * samples[0].num_ids
+            num_new_ids += samples[0].num_ids_of_all
             for sample, timer in zip(samples, timers, strict=True):
                 self._accept(stream, sample, timer)
         self._core.submit(firsts)

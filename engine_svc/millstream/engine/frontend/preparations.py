@@ -40,7 +40,7 @@ class HeldSubmission:
     @property
     def num_ids(self) -> int:
         """Of all samples together."""
-        return len(self.samples) * self.samples[0].num_ids
+        return self.samples[0].num_ids_of_all
 
 
 class Preparations:

@@ -73,15 +73,14 @@ class Supervisor:
         self._reporting: asyncio.Task[None] | None = None
         self._tokens = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by the question's token
-        self._num_live = 0
-        self._num_ids: dict[int, int] = {}  # of each of those, by key
+        self._num_ids: dict[int, int] = {}  # of each request in the core, by key
         self._num_ids_live = 0
         self._steps_seen = 0
 
     @property
     def num_live(self) -> int:
         """Requests submitted and not yet reported as finished."""
-        return self._num_live
+        return len(self._num_ids)
 
     @property
     def num_ids(self) -> int:
@@ -109,11 +108,9 @@ class Supervisor:
         FinishedRecord, unless the core fails."""
         if requests:
             for first in requests:
-                num_samples, num_ids = first.sampling.n, first.num_ids
-                self._num_live += num_samples
-                self._num_ids_live += num_samples * num_ids
-                keys = range(first.key, first.key + num_samples)
-                self._num_ids.update(dict.fromkeys(keys, num_ids))
+                keys = range(first.key, first.key + first.sampling.n)
+                self._num_ids.update(dict.fromkeys(keys, first.num_ids))
+                self._num_ids_live += first.num_ids_of_all
             self._send(Submit(requests))
 
     def finish(self, keys: Sequence[int], reason: FinishReason) -> None:
@@ -195,7 +192,6 @@ class Supervisor:
         match record:
             case StepRecord():
                 self._steps_seen += 1
-                self._num_live -= len(record.finished)
                 self._num_ids_live -= sum(self._num_ids.pop(end.key) for end in record.finished)
                 self._on_step(record)
             case StatsRecord() | GrammarPrepared():
@@ -234,7 +230,7 @@ class Supervisor:
         ticks_without_step, steps_seen = 0, 0
         while not self._failed.done():
             await asyncio.sleep(tick_s)
-            stuck = self._num_live > 0 and self._steps_seen == steps_seen
+            stuck = self.num_live > 0 and self._steps_seen == steps_seen
             ticks_without_step = ticks_without_step + 1 if stuck else 0
             steps_seen = self._steps_seen
             if ticks_without_step > _WATCHDOG_TICKS:

@@ -42,8 +42,9 @@ def to_requests(
         length = len(getattr(submission, field))
         if length > MAX_NAME_LENGTH:
             raise invalid(field, f"at most {MAX_NAME_LENGTH} characters", length)
+    prompt = submission.token_ids if token_ids is None else token_ids
+    check_prompt_length(len(prompt), info.max_model_len)  # before it is copied
     if token_ids is None:
-        check_prompt_length(len(submission.token_ids), info.max_model_len)  # before it is copied
         token_ids = submission.token_ids[:]  # list() takes a third longer
     _check_prompt(token_ids, info)
     check_lengths(submission.sampling, info)
@@ -80,5 +81,4 @@ def check_samples(submission: engine_pb2.Submission) -> int:
 def _check_prompt(token_ids: list[int], info: RunnerInfo) -> None:
     if not token_ids:
         raise InvalidArgument("token_ids: at least one id, not an empty prompt", field="token_ids")
-    check_prompt_length(len(token_ids), info.max_model_len)
     check_vocabulary("token_ids", token_ids, info)
